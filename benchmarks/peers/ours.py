@@ -1,0 +1,37 @@
+"""flash_kda.fwd, one peer for each schedule."""
+
+import torch
+
+import flash_kda
+from benchmarks.cases import HEAD_DIM
+from benchmarks.peers.peer import Peer
+
+SCHEDULES = ("portable",)
+
+
+def unavailable():
+    try:
+        from flash_kda import _C  # noqa: F401
+    except ImportError as error:
+        return f"flash_kda was built without kernels: {error}"
+    return None
+
+
+def prepare(inputs, cu_seqlens):
+    B, _, H, _ = inputs["q"].shape
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    out = torch.empty_like(inputs["v"])
+    final_state = torch.empty(N, H, HEAD_DIM, HEAD_DIM, device=out.device)
+    arguments = {**inputs, "out": out, "final_state": final_state, "cu_seqlens": cu_seqlens}
+
+    def call():
+        flash_kda.fwd(**arguments)
+        return out, final_state
+
+    return call
+
+
+PEERS = tuple(
+    Peer(f"flash_kda {schedule}", {"FLASH_KDA_SCHEDULE": schedule}, ("many heads", "few heads"), unavailable, prepare)
+    for schedule in SCHEDULES
+)

@@ -1,0 +1,238 @@
+"""Measures flash_kda.fwd and its peers on a GPU.
+
+    python -m benchmarks.run [--quick] [--cases PATTERN ...] [--peers NAME ...] [--json FILE]
+
+Every case runs for both kinds of gate, every peer in turn in one process: first a check of the results against the fp64
+recurrence, then GPU time (CUDA graph replay), host time of an eager call and peak extra memory. The floor is the bytes
+that must move over the copy bandwidth measured in the same run. A peer that is missing, wrong or out of memory is a row
+that says so.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import os
+import sys
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+
+import torch
+from inputs import GATE_KINDS, cu_seqlens_of, make_inputs, relative_error
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import flash_kda
+from benchmarks.cases import CASES, QUICK
+from benchmarks.peers import PEERS
+from benchmarks.timing import copy_bandwidth, extra_memory, gpu_times, host_time
+from flash_kda.recurrence import recurrence
+
+# Beyond this a result is wrong, whatever its rounding: the accuracy that flash_kda is held to is below half of it.
+ERROR_LIMIT = 1e-2
+# The check follows a sequence this far: the recurrence takes as many steps as the longest sequence has tokens.
+CHECKED_TOKENS = 8192
+
+
+@contextmanager
+def environment_set(variables):
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def input_sets(case, gate):
+    """Enough input sets that a call finds none of its own inputs in the L2 cache, as [(inputs, cu_seqlens), ...]."""
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    count = min(max(math.ceil(4 * cache / case.bytes), 1), 64)
+    N = len(case.lengths)
+    cu_seqlens = cu_seqlens_of(case.lengths, "cuda") if N > 1 else None
+    return [
+        (make_inputs(gate, 1, case.tokens, case.heads, "cuda", seed, torch.float32, N=N), cu_seqlens)
+        for seed in range(count)
+    ]
+
+
+def checked_part(case, inputs, cu_seqlens):
+    """fp64 (out, final_state) of the first and last head; of a very long sequence the first tokens of out alone."""
+    heads = [0, case.heads - 1]
+    part = inputs | {name: inputs[name][:, :, heads] for name in ("q", "k", "v", "g", "beta")}
+    part |= {"A_log": inputs["A_log"][heads], "dt_bias": inputs["dt_bias"][heads]}
+    part["initial_state"] = inputs["initial_state"][:, heads]
+    if max(case.lengths) <= CHECKED_TOKENS:
+        return recurrence(**part, cu_seqlens=cu_seqlens)
+    # Causal: the outputs of the first tokens do not depend on the rest.
+    part |= {name: part[name][:, :CHECKED_TOKENS] for name in ("q", "k", "v", "g", "beta")}
+    return recurrence(**part, cu_seqlens=cu_seqlens)[0], None
+
+
+def errors_of(case, results, expected):
+    """Relative errors (out, final_state or None) on the checked heads and tokens."""
+    heads = [0, case.heads - 1]
+    out, state = results
+    expected_out, expected_state = expected
+    error_out = relative_error(out[:, : expected_out.shape[1], heads], expected_out)
+    return error_out, None if expected_state is None else relative_error(state[:, heads], expected_state)
+
+
+def measure(case, peer, sets, expected):
+    """What one peer does on one case, as the measured fields of a row."""
+    calls = [peer.prepare(*one) for one in sets]
+    errors = errors_of(case, calls[0](), expected)
+    measured = {"error_out": errors[0], "error_state": errors[1]}
+    if max(error for error in errors if error is not None) > ERROR_LIMIT:
+        return measured | {"error": f"wrong result: errors of out, final_state {errors}, limit {ERROR_LIMIT}"}
+    for call in calls[1:]:
+        call()
+    times = gpu_times(calls)
+    return measured | {
+        "gpu_us": times.median,
+        "gpu_us_least": times.least,
+        "gpu_us_spread": times.spread,
+        "host_us": host_time(calls[0]),
+        "extra_bytes": extra_memory(calls[0]),
+        "input_sets": len(sets),
+    }
+
+
+def rows_of(case, gate, peers, bandwidth, advance):
+    """One row for each peer on one case and gate kind."""
+    fixed = {
+        "case": case.name,
+        "table": case.table,
+        "gate": gate,
+        "heads": case.heads,
+        "lengths": list(case.lengths),
+        "floor_us": case.bytes / bandwidth * 1e6,
+        "must_us": case.must_us,
+        "goal_us": case.goal_us,
+    }
+    sets = expected = None
+    rows = []
+    for peer in peers:
+        advance(f"{case.name} {gate} {peer.name}")
+        row = fixed | {"peer": peer.name}
+        reason = peer.unavailable()
+        if reason is None:
+            try:
+                if sets is None:
+                    sets = input_sets(case, gate)
+                    expected = checked_part(case, *sets[0])
+                with environment_set(peer.environment):
+                    row |= measure(case, peer, sets, expected)
+            except Exception as error:  # a row that says so; the other peers and cases go on
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if reason is not None:
+            row["error"] = reason
+        rows.append(row)
+        torch.cuda.empty_cache()
+    return rows
+
+
+def print_rows(console, rows):
+    table = Table(title="GPU time in microseconds")
+    for name in (
+        "case",
+        "gate",
+        "peer",
+        "GPU",
+        "least",
+        "spread",
+        "floor share",
+        "must",
+        "host",
+        "extra MB",
+        "out",
+        "state",
+    ):
+        table.add_column(name, justify="left" if name in ("case", "gate", "peer") else "right")
+    for row in rows:
+        if "error" in row:
+            table.add_row(row["case"], row["gate"], row["peer"], row["error"])
+            continue
+        state = "" if row["error_state"] is None else f"{row['error_state']:.1e}"
+        table.add_row(
+            *(row["case"], row["gate"], row["peer"], f"{row['gpu_us']:.1f}", f"{row['gpu_us_least']:.1f}"),
+            *(f"{row['gpu_us_spread']:.1f}", f"{row['floor_us'] / row['gpu_us']:.0%}", f"{row['must_us']}"),
+            *(f"{row['host_us']:.0f}", f"{row['extra_bytes'] / 1e6:.1f}", f"{row['error_out']:.1e}", state),
+        )
+    console.print(table)
+
+
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help=f"only the cases {', '.join(QUICK)}")
+    parser.add_argument(
+        "--cases", nargs="+", metavar="PATTERN", help="names or patterns such as '*/96'; default: every case"
+    )
+    parser.add_argument(
+        "--peers", nargs="+", metavar="NAME", help=f"out of: {', '.join(PEERS)}; default: each on its own tables"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows and the environment to FILE")
+    options = parser.parse_args(arguments)
+    names = [case.name for case in CASES]
+    patterns = options.cases or (QUICK if options.quick else names)
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in names):
+            parser.error(f"--cases: no case matches {pattern!r}; there are {', '.join(names)}")
+    for name in options.peers or ():
+        if name not in PEERS:
+            parser.error(f"--peers: expected names out of {', '.join(PEERS)}, got {name!r}")
+    options.cases = [case for case in CASES if any(fnmatch(case.name, pattern) for pattern in patterns)]
+    if not torch.cuda.is_available():
+        parser.error("no GPU that PyTorch can use")
+    if options.json is not None:
+        try:
+            options.json.open("w").close()
+        except OSError as error:
+            parser.error(f"--json: cannot write {options.json}: {error.strerror}")
+    return options
+
+
+def main():
+    options = parse()
+    console = Console(width=160)
+    work = []
+    for case in options.cases:
+        chosen = [
+            peer
+            for name, peer in PEERS.items()
+            if (name in options.peers if options.peers else case.table in peer.tables)
+        ]
+        work += [(case, gate, chosen) for gate in GATE_KINDS]
+    bandwidth = copy_bandwidth()
+    torch.cuda.empty_cache()
+    rows = []
+    columns = (MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=sum(len(peers) for _, _, peers in work))
+        for case, gate, peers in work:
+            rows += rows_of(
+                case, gate, peers, bandwidth, lambda what: progress.update(task, advance=1, description=what)
+            )
+    print_rows(console, rows)
+    console.print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s; floor share: floor over GPU time")
+    if options.json is not None:
+        result = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "flash_kda": flash_kda.__version__,
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "copy_bandwidth": bandwidth,
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if any("error" in row for row in rows if row["peer"].startswith("flash_kda")) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+// flash_kda._C: addresses, sizes and strides in, errors out. It never sees a tensor, so one build serves every PyTorch.
+#include <cuda_runtime.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "params.h"
+#include "portable/portable.h"
+
+#ifndef FLASH_KDA_ARCHS
+#error "define FLASH_KDA_ARCHS: the archs that the kernels are compiled for, as in \"90a,100a\""
+#endif
+
+namespace flash_kda {
+namespace {
+
+std::vector<std::string> archs() {
+  std::vector<std::string> names;
+  std::istringstream list(FLASH_KDA_ARCHS);
+  for (std::string name; std::getline(list, name, ',');) names.push_back(name);
+  return names;
+}
+
+pybind11::dict build_info() {
+  pybind11::dict info;
+  info["archs"] = archs();
+  info["cuda"] = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
+  return info;
+}
+
+std::string describe(cudaError_t status) {
+  return std::string(cudaGetErrorName(status)) + " (" + cudaGetErrorString(status) + ")";
+}
+
+void check(cudaError_t status, char const* action) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // a failed launch leaves its error behind, and the next caller must not find it
+  throw std::runtime_error(std::string("flash_kda: ") + action + " failed: " + describe(status));
+}
+
+[[noreturn]] void refuse_device(int device) {
+  cudaGetLastError();
+  cudaDeviceProp properties;
+  check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+  throw std::runtime_error(std::string("flash_kda: device ") + std::to_string(device) + " (" + properties.name +
+                           ", compute capability " + std::to_string(properties.major) + "." +
+                           std::to_string(properties.minor) +
+                           ") cannot run this build, whose kernels are for " FLASH_KDA_ARCHS
+                           "; rebuild with FLASH_KDA_CUDA_ARCHS naming this device's arch (90a, 100a, 103a or 120a)");
+}
+
+// Makes `device` current, and the caller's device current again.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check(cudaGetDevice(&previous_), "cudaGetDevice");
+    if (device == previous_) return;
+    check(cudaSetDevice(device), "cudaSetDevice");
+    switched_ = true;
+  }
+  ~DeviceGuard() {
+    if (switched_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(DeviceGuard const&) = delete;
+  DeviceGuard& operator=(DeviceGuard const&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool switched_ = false;
+};
+
+template <class T>
+T* address(uint64_t a) {
+  return reinterpret_cast<T*>(a);
+}
+
+TensorView view(uint64_t a, int64_t batch_stride, int64_t token_stride, int64_t head_stride) {
+  return {address<void>(a), batch_stride, token_stride, head_stride};
+}
+
+// The caller (flash_kda.fwd) has validated everything; strides count elements.
+void fwd(uint64_t q, int64_t q_batch, int64_t q_token, int64_t q_head,              //
+         uint64_t k, int64_t k_batch, int64_t k_token, int64_t k_head,              //
+         uint64_t v, int64_t v_batch, int64_t v_token, int64_t v_head,              //
+         uint64_t g, int64_t g_batch, int64_t g_token, int64_t g_head,              //
+         uint64_t out, int64_t out_batch, int64_t out_token, int64_t out_head,      //
+         uint64_t beta, int64_t beta_batch, int64_t beta_token, int64_t beta_head,  //
+         uint64_t A_log, uint64_t dt_bias, uint64_t initial_state, uint64_t final_state, uint64_t cu_seqlens,
+         int64_t num_tokens, int64_t num_heads, int64_t num_sequences, double scale, double lower_bound,
+         bool state_is_fp32, int device, uint64_t stream, std::string const& schedule) {
+  if (schedule != "auto" && schedule != "portable") {
+    throw std::invalid_argument("flash_kda: schedule must be auto or portable, got " + schedule);
+  }
+  if (num_sequences == 0 || num_heads == 0) return;
+
+  FwdParams p;
+  p.q = view(q, q_batch, q_token, q_head);
+  p.k = view(k, k_batch, k_token, k_head);
+  p.v = view(v, v_batch, v_token, v_head);
+  p.g = view(g, g_batch, g_token, g_head);
+  p.out = view(out, out_batch, out_token, out_head);
+  p.beta = view(beta, beta_batch, beta_token, beta_head);
+  p.A_log = address<float const>(A_log);
+  p.dt_bias = address<float const>(dt_bias);
+  p.initial_state = address<void const>(initial_state);
+  p.final_state = address<void>(final_state);
+  p.cu_seqlens = address<int64_t const>(cu_seqlens);
+  p.state_is_fp32 = state_is_fp32;
+  p.num_tokens = num_tokens;
+  p.num_sequences = num_sequences;
+  p.num_heads = int(num_heads);
+  p.scale = float(scale);
+  p.lower_bound = float(lower_bound);
+
+  DeviceGuard const guard(device);
+  cudaError_t const status = portable::fwd(p, address<CUstream_st>(stream));
+  if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) refuse_device(device);
+  check(status, "the kernel launch");
+}
+
+}  // namespace
+}  // namespace flash_kda
+
+PYBIND11_MODULE(_C, m) {
+  m.def("build_info", &flash_kda::build_info);
+  m.def("fwd", &flash_kda::fwd);
+}

@@ -1,0 +1,116 @@
+// A chunk of 16 tokens in shared memory: its inputs, and the factors that take their place. Both kernels share the
+// layout; it serves ldmatrix and wgmma alike.
+#pragma once
+
+#include <cutlass/numeric_types.h>
+#include <cute/atom/mma_traits_sm90_gmma.hpp>
+#include <cute/tensor.hpp>
+
+#include "common/mma.h"
+#include "params.h"
+
+namespace flash_kda {
+
+using bf16 = cutlass::bfloat16_t;
+
+constexpr int kWarp = 32;
+constexpr int kChunk = 16;
+constexpr int kPanel = kHeadDim / 2;  // channels of a row of 128 bytes
+
+// [token, channel] tiles: two panels of 64 channels, rows of 128 bytes, swizzled so that a row written by a warp and an
+// 8 x 8 matrix read by ldmatrix (eight rows, one 16-byte column) touch every bank once: what TMA calls the 128-byte
+// swizzle, and GMMA the K-major layout of rows (the token dimension is N) or the MN-major one (it is K).
+template <int kRows>
+__host__ __device__ constexpr int tile_offset(int row, int channel) {
+  return channel / kPanel * (kRows * kPanel) + row * kPanel + ((channel % kPanel) ^ (row % 8 * 8));
+}
+template <int kRows>
+__device__ __forceinline__ int tile_offset(BlockPlace place) {
+  return tile_offset<kRows>(place.row, place.column);
+}
+
+// The layouts that wgmma's descriptors are made from.
+template <int kRows>
+using TileKMajor = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<bf16>{},
+                                                cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>>{}));
+template <int kRows>
+using TileMNMajor = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<bf16>{},
+                                                 cute::Shape<cute::Int<kHeadDim>, cute::Int<kRows>>{},
+                                                 cute::Step<cute::_2, cute::_1>{}));
+// [token, token] matrices: 8 x 8 blocks of 128 bytes, one after the other.
+using SquareLayout = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_INTER_Atom<bf16>{},
+                                                  cute::Shape<cute::Int<kChunk>, cute::Int<kChunk>>{}));
+__host__ __device__ constexpr int square_offset(int row, int column) {
+  return column / 8 * (8 * kChunk) + row * 8 + column % 8;
+}
+
+// The arithmetic above against CuTe's layouts, whose swizzle is exclusive-ored into addresses by hardware.
+template <int kRows>
+constexpr bool offsets_are_the_layouts() {
+  constexpr cute::Swizzle<3, 3, 3> swizzle{};
+  constexpr auto k_major = cute::get_nonswizzle_portion(TileKMajor<kRows>{});
+  constexpr auto mn_major = cute::get_nonswizzle_portion(TileMNMajor<kRows>{});
+  constexpr auto square = cute::get_nonswizzle_portion(SquareLayout{});
+  for (int row = 0; row < kRows; ++row) {
+    for (int channel = row % 8; channel < kHeadDim; channel += 8) {  // every 16-byte column, within what compilers fold
+      if (tile_offset<kRows>(row, channel) != int(swizzle(k_major(row, channel)))) return false;
+      if (tile_offset<kRows>(row, channel) != int(swizzle(mn_major(channel, row)))) return false;
+    }
+  }
+  for (int i = 0; i < kChunk; ++i) {
+    for (int j = 0; j < kChunk; ++j) {
+      if (square_offset(i, j) != int(square(i, j))) return false;
+    }
+  }
+  return true;
+}
+static_assert(offsets_are_the_layouts<kChunk>() && offsets_are_the_layouts<2 * kChunk>());
+
+template <int kRows>
+struct Tile {
+  bf16 data[kRows * kHeadDim];
+  __device__ bf16* at(int row, int channel) { return &data[tile_offset<kRows>(row, channel)]; }
+  // Channels 16 b .. 16 b + 15 of what lies at `offset` for b = 0: one exclusive or a block.
+  __device__ bf16* in_block(int b, int offset) {
+    return &data[b / (kPanel / 16) * (kRows * kPanel) + (offset ^ (b % (kPanel / 16) * 16))];
+  }
+};
+
+struct Square {
+  bf16 data[kChunk * kChunk];
+  __device__ bf16* at(int row, int column) { return &data[square_offset(row, column)]; }
+  __device__ bf16* at(BlockPlace place) { return at(place.row, place.column); }
+};
+
+// A chunk's factors. With G the running log2 decay inside the chunk and c = kShift:
+//   K+ = k 2^{G + c}      Q+ = scale q 2^{G + c}      K- = k 2^{-G - c}      S' = S 2^{-c}
+//   X = V - K+ S'^T,  U = A X,  O = Q+ S'^T + M U,  S' <- (S' + U^T K-) diag(2^{G_C})
+// where L = strictly lower part of diag(beta) K+ K-^T,  M = lower part of Q+ K-^T,  A = (I + L)^{-1} diag(beta).
+// G reaches -115 over 16 tokens at lower_bound = -5; the shift, a power of two and thus exact, keeps every factor
+// within 2^+-58, so that values up to 2^69 and states down to 2^-69 neither overflow nor lose bits. It is a constant: a
+// shift that followed the data would let later tokens change the rounding of earlier outputs.
+constexpr float kShift = 57.f;
+constexpr float kShiftDown = 0x1p-57f;  // 2^{-c}
+constexpr float kShiftUp = 0x1p57f;
+
+// Each factor takes the place of the input that it is made of.
+struct alignas(1024) Stage {
+  Tile<2 * kChunk> kq;    // rows 0-15: k, then K+; rows 16-31: q, then Q+
+  Tile<kChunk> g;         // g, then K-
+  Tile<kChunk> v;         // V
+  Square a_hi, a_lo;      // A = a_hi + a_lo
+  Square m;               // M
+  float decay[kHeadDim];  // 2^{G_C}
+};
+static_assert(sizeof(Stage) == 18 * 1024, "no padding: every tile starts on a swizzle period of 1024 bytes");
+
+// What the warp that prepares a chunk keeps to itself.
+struct Scratch {
+  // L transposed, [column][row]; the pitch of 20 keeps rows 16-byte aligned and the fragment's scatter free of
+  // conflicts.
+  alignas(16) float l_transposed[kChunk][20];
+  alignas(16) float2 norm[kChunk];  // 1 / |k_i| and scale / |q_i|
+  alignas(16) float beta[kChunk];
+};
+
+}  // namespace flash_kda

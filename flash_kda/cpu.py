@@ -1,0 +1,182 @@
+"""The CPU path of `flash_kda.fwd`: the chunked form of Kimi Delta Attention in PyTorch, fp32 inside.
+
+Per chunk of C = 16 tokens, with G_i the inclusive cumulative sum of the natural-log decays, B = diag(beta):
+
+    K+_i = k_i e^{G_i}    Q+_i = scale q_i e^{G_i}    K-_j = k_j e^{-G_j}    K~_j = k_j e^{G_C - G_j}
+    L = strictly lower part of B K+ K-^T    M = lower part of Q+ K-^T    A = (I + L)^{-1} B    W = A K+
+    U = A V - W S^T    O = Q+ S^T + M U    S <- S diag(e^{G_C}) + U^T K~
+
+Only U and S depend on the previous chunk; everything else is computed for many chunks, heads and sequences at once.
+
+Range: lower_bound >= -5 and C = 16 keep |G| <= 80, so e^{G} and e^{-G} are ordinary fp32 numbers and no further
+reference point is needed. The decay to the chunk's end is summed on its own, not divided out, so it is at most 1
+whatever the gates are.
+
+Reproducibility: every matrix product has a shape that depends on the chunk alone and tails are padded, so a row's
+bits depend neither on later tokens nor on the other sequences and heads of the call. Elementwise functions run on
+contiguous buffers only, since PyTorch may evaluate exp differently on strided data.
+"""
+
+import math
+
+import torch
+
+from flash_kda.recurrence import L2_EPSILON, sequence_bounds
+
+CHUNK = 16
+# Rows of 128 channels (tokens times heads) processed together: large enough to amortise a PyTorch call, small enough
+# that the working buffers, 1 MB each, stay in cache and memory use does not grow with the input.
+BLOCK_ROWS = 2048
+
+
+@torch.inference_mode()
+def fwd_cpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    lower_bound: float,
+    initial_state: torch.Tensor | None = None,
+    final_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> None:
+    """`flash_kda.fwd` for CPU tensors that have passed validation; shapes, dtypes and meaning are those of `fwd`."""
+    B, T, H, _ = q.shape
+    starts, lengths = sequence_bounds(B, T, cu_seqlens)
+    # (sequence, first row's batch index and token, length), longest first: the running ones are always a prefix.
+    sequences = [
+        (n, *((0, start) if cu_seqlens is not None else (n, 0)), length)
+        for n, (start, length) in enumerate(zip(starts, lengths, strict=True))
+    ]
+    sequences.sort(key=lambda sequence: -sequence[3])
+    gate = (A_log.exp().neg()[:, None, None], dt_bias[:, None, :], lower_bound)
+    tensors = (q, k, v, g, beta)
+
+    group = max(1, BLOCK_ROWS // (CHUNK * H))
+    for i in range(0, len(sequences), group):
+        _forward(sequences[i : i + group], tensors, scale, gate, out, initial_state, final_state)
+
+    if not all(math.isfinite(x.sum()) for x in tensors):
+        # In a matrix product 0 * NaN is NaN, so a NaN or Inf input also reaches earlier rows of its own chunk. The
+        # tokens before it do not depend on it: they are computed again, as the sequence that ends there.
+        finite = torch.stack([x.isfinite().flatten(2).all(-1) for x in tensors]).all(0)
+        for n, b, start, length in sequences:
+            prefix = int(finite[b, start : start + length].int().cumprod(0).sum())
+            if 0 < prefix < length:
+                _forward([(n, b, start, prefix)], tensors, scale, gate, out, initial_state, None)
+
+
+def _forward(sequences, tensors, scale, gate, out, initial_state, final_state):
+    """Run some (index, batch row, first token, length) `sequences`, longest first, from start to end."""
+    H = tensors[0].shape[2]
+    index = torch.tensor([n for n, *_ in sequences])
+    if initial_state is None:
+        state = torch.zeros(len(sequences), H, 128, 128)
+    else:
+        # Kept transposed, [K, V], which makes both products with it plain row-major ones.
+        state = initial_state[index].transpose(2, 3).float().contiguous()
+
+    token = 0
+    running = len(sequences)
+    while True:
+        while running and sequences[running - 1][3] <= token:
+            running -= 1
+        if not running:
+            break
+        # As many chunks as fit the block, but not past the chunk in which the shortest running sequence ends.
+        chunks = max(1, BLOCK_ROWS // (running * H * CHUNK))
+        chunks = min(chunks, -(-(sequences[running - 1][3] - token) // CHUNK))
+        parts = [
+            (i, b, start + token, min(length - token, chunks * CHUNK))
+            for i, (_, b, start, length) in enumerate(sequences[:running])
+        ]
+        _block(parts, chunks, tensors, scale, gate, out, state[:running])
+        token += chunks * CHUNK
+
+    if final_state is not None:
+        final_state[index] = state.transpose(2, 3).to(final_state.dtype)
+
+
+def _pieces(parts):
+    """(part, its chunks, batch row, tokens, rows of each chunk): whole chunks in one piece, the tail in another."""
+    for i, b, start, length in parts:
+        whole = length // CHUNK
+        if whole:
+            yield i, slice(0, whole), b, slice(start, start + whole * CHUNK), CHUNK
+        if length % CHUNK:
+            yield i, slice(whole, whole + 1), b, slice(start + whole * CHUNK, start + length), length % CHUNK
+
+
+def _block(parts, chunks, tensors, scale, gate, out, state):
+    """Advance the running sequences by `chunks` chunks: write their rows of out, update `state` [running, H, K, V]."""
+    running, H = state.shape[:2]
+    shape = (chunks, running, H, CHUNK)
+    tails = [(where, i, rows) for i, where, _, _, rows in _pieces(parts) if rows < CHUNK]
+
+    def load(x, buffer=None):
+        """Tokens of x [B, T, H, ...] as fp32 [chunks, running, H, CHUNK, ...], zero past a sequence's end."""
+        buffer = torch.empty(shape + x.shape[3:]) if buffer is None else buffer
+        for i, where, b, tokens, rows in _pieces(parts):
+            buffer[where, i, :, :rows] = x[b, tokens].unflatten(0, (-1, rows)).transpose(1, 2)
+        return clear_tails(buffer)
+
+    def clear_tails(buffer):
+        for where, i, rows in tails:
+            buffer[where, i, :, rows:] = 0
+        return buffer
+
+    def inverse_norm(x):
+        return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(L2_EPSILON).rsqrt_()
+
+    def sigmoid_of_negated(x):
+        # Not torch.sigmoid: its vectorised body and its scalar tail differ in the last bit, and where the tail lies
+        # depends on the size of the tensor.
+        return clear_tails(x.exp_().add_(1).reciprocal_())
+
+    matrices = chunks * running * H
+    both = torch.empty(matrices, 2 * CHUNK, 128)  # W above Q+, the rows that meet the incoming state
+    W, q = both[:, :CHUNK], both[:, CHUNK:]
+    load(tensors[0], q.unflatten(0, shape[:3]))
+    k, v, g, beta = map(load, tensors[1:])
+    k, v = k.view(matrices, CHUNK, 128), v.view(matrices, CHUNK, 128)
+    negated_slope, dt_bias, lower_bound = gate
+    g = sigmoid_of_negated(g.add_(dt_bias).mul_(negated_slope)).view(matrices, CHUNK, 128)
+    beta = sigmoid_of_negated(beta.neg_()).view(matrices, CHUNK)
+
+    # e^{G_i} above e^{G_C - G_j}: cumulative sums within a chunk are a product with a triangular matrix of lower_bound.
+    ones = torch.ones(CHUNK, CHUNK)
+    sums = torch.cat((ones.tril(), ones.triu(1))).mul_(lower_bound)
+    decay = torch.bmm(sums.expand(matrices, -1, -1), g).exp_()
+    to_here, to_end = decay[:, :CHUNK], decay[:, CHUNK:]
+    chunk_decay = to_here[:, -1, :, None].clone()
+
+    q.mul_(inverse_norm(q).mul_(scale)).mul_(to_here)
+    k.mul_(inverse_norm(k))
+    k_plus = torch.mul(k, to_here, out=g)
+    k_minus = torch.div(k, to_here, out=to_here).mT
+    k_end = k.mul_(to_end).mT
+    # The triangular solve reads neither L's diagonal nor what is above it.
+    L = torch.bmm(k_plus, k_minus).mul_(beta[..., None])
+    A = torch.linalg.solve_triangular(L, beta.diag_embed(), upper=False, unitriangular=True)
+    M = torch.bmm(q, k_minus).mul_(ones.tril())
+    torch.bmm(A, k_plus, out=W)
+    U = torch.bmm(A, v)
+
+    per_chunk = (chunks, running * H)
+    from_state = torch.empty_like(both)
+    S = state.view(running * H, 128, 128)
+    for both_c, k_end_c, decay_c, U_c, from_state_c in zip(
+        *(x.unflatten(0, per_chunk) for x in (both, k_end, chunk_decay, U, from_state)), strict=True
+    ):
+        torch.bmm(both_c, S, out=from_state_c)
+        U_c.sub_(from_state_c[:, :CHUNK])
+        S.mul_(decay_c).baddbmm_(k_end_c, U_c)
+
+    o = from_state[:, CHUNK:].add_(torch.bmm(M, U)).unflatten(0, shape[:3])
+    for i, where, b, tokens, rows in _pieces(parts):
+        out[b, tokens].unflatten(0, (-1, rows)).copy_(o[where, i, :, :rows].transpose(1, 2))

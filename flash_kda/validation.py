@@ -1,0 +1,311 @@
+"""What `flash_kda.fwd` accepts: every rule is checked before anything is written.
+
+`validate` holds the rules. `in_common_form` is a quick yes for the calls that engines make thousands of times a
+second: it may say no to a legal call (which then takes the time of `validate`), never yes to an illegal one.
+"""
+
+import math
+
+import torch
+
+HEAD_DIM = 128
+LOWER_BOUND_MIN = -5.0
+ALIGNMENT = 16  # bytes: the kernels move rows in 16-byte pieces
+FLOAT32_MAX = torch.finfo(torch.float32).max
+INT32_MAX = 2**31 - 1
+
+_TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+_NUMBER_TYPES = frozenset((float, int))
+_bfloat16, _float32, _int64 = torch.bfloat16, torch.float32, torch.int64
+_is_grad_enabled = torch.is_grad_enabled
+
+
+def in_common_form(
+    q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens
+) -> bool:
+    """True if the call is legal and usual: plain tensors, whose address ranges do not meet those of the outputs.
+
+    May raise AttributeError, TypeError, ValueError or RuntimeError where an argument is not a dense tensor or number
+    at all.
+    """
+    device = q.device
+    grad = _is_grad_enabled()
+    for x in (q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens):
+        if x is not None and (type(x) not in _TENSOR_TYPES or x.device != device or (grad and x.requires_grad)):
+            return False
+    if not (
+        q.dtype is k.dtype is v.dtype is g.dtype is out.dtype is beta.dtype is _bfloat16
+        and A_log.dtype is dt_bias.dtype is _float32
+    ):
+        return False
+
+    shape = q.shape
+    B, T, H, K = shape
+    if not (shape == k.shape == v.shape == g.shape == out.shape and K == HEAD_DIM and H):
+        return False
+    if beta.shape != (B, T, H) or A_log.shape != (H,) or dt_bias.shape != (H, HEAD_DIM):
+        return False
+    if not (A_log.is_contiguous() and dt_bias.is_contiguous()):
+        return False
+
+    start, start_bias = A_log.data_ptr(), dt_bias.data_ptr()
+    inputs = [(start, start + 4 * H), (start_bias, start_bias + 4 * H * HEAD_DIM)]
+    outputs = []
+    for x, spans in ((q, inputs), (k, inputs), (v, inputs), (g, inputs), (out, outputs)):
+        batch, token, head, channel = x.stride()
+        start = x.data_ptr()
+        if channel != 1 or start & 15 or (batch | token | head) & 7:
+            return False
+        spans.append((start, start + 2 * ((B - 1) * batch + (T - 1) * token + (H - 1) * head + HEAD_DIM)))
+    # The strides of out: each dimension steps over the one inside it, in the order [B, T, H] or [B, H, T].
+    if not (
+        (head >= HEAD_DIM and token >= H * head and batch >= T * token)
+        or (token >= HEAD_DIM and head >= T * token and batch >= H * head)
+    ):
+        return False
+    batch, token, head = beta.stride()
+    start = beta.data_ptr()
+    inputs.append((start, start + 2 * ((B - 1) * batch + (T - 1) * token + (H - 1) * head + 1)))
+
+    N = B
+    if cu_seqlens is not None:
+        (entries,) = cu_seqlens.shape
+        if cu_seqlens.dtype is not _int64 or B != 1 or not entries or not cu_seqlens.is_contiguous():
+            return False
+        N = entries - 1
+        start = cu_seqlens.data_ptr()
+        inputs.append((start, start + 8 * entries))
+    if T > INT32_MAX or N * H > INT32_MAX:
+        return False
+
+    dtype = None
+    for x, spans in ((final_state, outputs), (initial_state, inputs)):
+        if x is None or (spans is inputs and x is final_state):
+            continue
+        start = x.data_ptr()
+        if x.shape != (N, H, HEAD_DIM, HEAD_DIM) or not x.is_contiguous() or start & 15:
+            return False
+        if dtype is None:
+            dtype = x.dtype
+            if dtype is not _float32 and dtype is not _bfloat16:
+                return False
+        elif x.dtype is not dtype:
+            return False
+        spans.append((start, start + N * H * HEAD_DIM * HEAD_DIM * (4 if dtype is _float32 else 2)))
+
+    low, high = outputs[0]
+    for start, end in inputs:
+        if start < high and low < end:
+            return False
+    if len(outputs) == 2:
+        low, high = outputs[1]
+        inputs.append(outputs[0])
+        for start, end in inputs:
+            if start < high and low < end:
+                return False
+
+    return (
+        type(scale) in _NUMBER_TYPES
+        and type(lower_bound) in _NUMBER_TYPES
+        and -FLOAT32_MAX <= scale <= FLOAT32_MAX
+        and LOWER_BOUND_MIN <= lower_bound < 0
+    )
+
+
+def validate(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens) -> None:
+    """Raise TypeError (type, dtype) or ValueError (all else) for the first rule that the call breaks."""
+    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "out": out, "A_log": A_log, "dt_bias": dt_bias}
+    optional = {"initial_state": initial_state, "final_state": final_state, "cu_seqlens": cu_seqlens}
+    tensors |= {name: x for name, x in optional.items() if x is not None}
+    for name, x in tensors.items():
+        _check_tensor(name, x)
+    scale = _number("scale", scale)
+    lower_bound = _number("lower_bound", lower_bound)
+
+    for name in ("q", "k", "v", "g", "beta", "out"):
+        _check_dtype(name, tensors[name], torch.bfloat16)
+    for name in ("A_log", "dt_bias"):
+        _check_dtype(name, tensors[name], torch.float32)
+    for name in ("initial_state", "final_state"):
+        if name in tensors:
+            _check_dtype(name, tensors[name], torch.bfloat16, torch.float32)
+    if initial_state is not None and final_state is not None and initial_state.dtype != final_state.dtype:
+        raise TypeError(
+            f"final_state: expected the dtype of initial_state, {initial_state.dtype}, got {final_state.dtype}"
+        )
+    if cu_seqlens is not None:
+        _check_dtype("cu_seqlens", cu_seqlens, torch.int64)
+
+    for name, x in tensors.items():
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}")
+    if q.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"q: expected a tensor on a CPU or CUDA device, got {q.device}")
+
+    if q.dim() != 4 or q.shape[-1] != HEAD_DIM or q.shape[2] < 1:
+        raise ValueError(f"q: expected shape [B, T, H, {HEAD_DIM}] with H >= 1, got {list(q.shape)}")
+    B, T, H, _ = q.shape
+    N = B
+    if cu_seqlens is not None:
+        if B != 1:
+            raise ValueError(f"q: expected B = 1 with cu_seqlens (packed sequences), got shape {list(q.shape)}")
+        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1:
+            raise ValueError(f"cu_seqlens: expected shape [N + 1] with N >= 0, got {list(cu_seqlens.shape)}")
+        N = len(cu_seqlens) - 1
+    if T > INT32_MAX:
+        raise ValueError(f"q: expected T < 2^31 tokens, got shape {list(q.shape)}")
+    if N * H > INT32_MAX:
+        name = "q" if cu_seqlens is None else "cu_seqlens"
+        raise ValueError(f"{name}: expected fewer than 2^31 (sequence, head) pairs, got N = {N} and H = {H}")
+    shapes = {
+        "k": ("B, T, H, K", (B, T, H, HEAD_DIM)),
+        "v": ("B, T, H, V", (B, T, H, HEAD_DIM)),
+        "g": ("B, T, H, K", (B, T, H, HEAD_DIM)),
+        "beta": ("B, T, H", (B, T, H)),
+        "out": ("B, T, H, V", (B, T, H, HEAD_DIM)),
+        "A_log": ("H", (H,)),
+        "dt_bias": ("H, K", (H, HEAD_DIM)),
+        "initial_state": ("N, H, V, K", (N, H, HEAD_DIM, HEAD_DIM)),
+        "final_state": ("N, H, V, K", (N, H, HEAD_DIM, HEAD_DIM)),
+    }
+    for name, (letters, shape) in shapes.items():
+        if name in tensors and tensors[name].shape != shape:
+            raise ValueError(
+                f"{name}: expected shape [{letters}] = {list(shape)} (q has shape {list(q.shape)}), "
+                f"got {list(tensors[name].shape)}"
+            )
+
+    for name in ("q", "k", "v", "g", "out"):
+        _check_rows(name, tensors[name])
+    for name in ("A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens"):
+        if name in tensors and not tensors[name].is_contiguous():
+            x = tensors[name]
+            raise ValueError(
+                f"{name}: expected a contiguous tensor, got strides {x.stride()} for shape {list(x.shape)}"
+            )
+    for name in ("initial_state", "final_state"):
+        if name in tensors and tensors[name].data_ptr() % ALIGNMENT:
+            raise ValueError(
+                f"{name}: expected a {ALIGNMENT}-byte aligned address, got {tensors[name].data_ptr():#x}; "
+                "its storage offset is not a multiple of 16 bytes"
+            )
+    _check_overlaps(tensors)
+
+    if not abs(scale) <= FLOAT32_MAX:
+        raise ValueError(f"scale: expected a finite fp32 number, got {scale}")
+    if not LOWER_BOUND_MIN <= lower_bound < 0:
+        raise ValueError(f"lower_bound: expected a number in [{LOWER_BOUND_MIN:g}, 0), got {lower_bound}")
+    if torch.is_grad_enabled():
+        for name, x in tensors.items():
+            if x.requires_grad:
+                raise ValueError(
+                    f"{name}: expected a tensor that needs no gradient, got requires_grad=True; fwd computes the "
+                    "forward pass only: call it under torch.inference_mode() or torch.no_grad(), or detach the tensor"
+                )
+
+
+def _check_tensor(name, x):
+    if not isinstance(x, torch.Tensor):
+        expected = (
+            "a torch.Tensor or None" if name in ("initial_state", "final_state", "cu_seqlens") else "a torch.Tensor"
+        )
+        raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
+    if type(x) not in _TENSOR_TYPES:
+        raise TypeError(
+            f"{name}: expected a plain torch.Tensor or Parameter, got the subclass {type(x).__name__}; "
+            "pass the tensor that it holds"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a strided (dense) tensor, got layout {x.layout}")
+
+
+def _number(name, value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a finite fp32 number, got an int beyond the range of float") from None
+
+
+def _check_dtype(name, x, *expected):
+    if x.dtype not in expected:
+        raise TypeError(f"{name}: expected dtype {' or '.join(map(str, expected))}, got {x.dtype}")
+
+
+def _check_rows(name, x):
+    """The layout that the kernels can address: contiguous channels, rows that start on 16-byte boundaries."""
+    if not x.numel():
+        return
+    strides = x.stride()
+    if strides[3] != 1:
+        raise ValueError(f"{name}: expected stride 1 in the last dimension, got {strides[3]} (strides {strides})")
+    if x.data_ptr() % ALIGNMENT:
+        raise ValueError(
+            f"{name}: expected a {ALIGNMENT}-byte aligned address, got {x.data_ptr():#x}; "
+            "its storage offset is not a multiple of 8 elements"
+        )
+    for dimension, size, stride in zip(("batch", "token", "head"), x.shape[:3], strides[:3], strict=True):
+        if size > 1 and stride % 8:
+            raise ValueError(
+                f"{name}: expected a {dimension} stride that is a multiple of 8 elements (16 bytes), got {stride} "
+                f"(strides {strides})"
+            )
+
+
+def _footprint(x):
+    """(first byte, bytes of the innermost contiguous run, [(stride in bytes, size)] of the dimensions outside it)."""
+    run = size = x.element_size()
+    outer = []
+    for stride, count in sorted(
+        (stride * size, count) for stride, count in zip(x.stride(), x.shape, strict=True) if count > 1
+    ):
+        if not outer and stride == run:
+            run *= count
+        else:
+            outer.append((stride, count))
+    return x.data_ptr(), run, outer
+
+
+def _overlaps_itself(x):
+    """Whether two elements of x may share an address. Says yes also to layouts too tangled to tell."""
+    _, extent, outer = _footprint(x)
+    for stride, count in outer:
+        if stride < extent:
+            return True
+        extent += stride * (count - 1)
+    return False
+
+
+def _may_overlap(a, b):
+    """Whether a and b may share an address: not if their ranges are apart or interleave periodically."""
+    if not a.numel() or not b.numel():
+        return False
+    (start_a, run_a, outer_a), (start_b, run_b, outer_b) = _footprint(a), _footprint(b)
+    end_a, end_b = (
+        start + run + sum(stride * (count - 1) for stride, count in outer)
+        for start, run, outer in ((start_a, run_a, outer_a), (start_b, run_b, outer_b))
+    )
+    if end_a <= start_b or end_b <= start_a:
+        return False
+    period = math.gcd(*(stride for stride, _ in outer_a + outer_b))
+    distance = (start_b - start_a) % period if period else 0
+    return not (run_a <= distance and distance + run_b <= period)
+
+
+def _check_overlaps(tensors):
+    if _overlaps_itself(tensors["out"]):
+        x = tensors["out"]
+        raise ValueError(
+            f"out: expected every element at an address of its own, got strides {x.stride()} for shape {list(x.shape)}"
+        )
+    for output in ("out", "final_state"):
+        if output not in tensors:
+            continue
+        for name, x in tensors.items():
+            if name == output or not _may_overlap(tensors[output], x):
+                continue
+            same = tensors[output].data_ptr() == x.data_ptr()
+            if {output, name} == {"initial_state", "final_state"} and same:
+                continue  # updated in place: a kernel reads a (sequence, head)'s state before it writes it
+            raise ValueError(f"{output}: expected memory of its own, got a tensor that overlaps {name}")

@@ -1,0 +1,28 @@
+"""Accuracy bounds against the fp64 recurrence, which GPU tests and benchmarks share.
+
+Relative error ||x - ref|| / ||ref|| over 1024 tokens and 4 heads with a state of 0.1 N(0, 1), as in the README's
+accuracy table.
+"""
+
+from inputs import relative_error
+
+import flash_kda.recurrence
+
+# Gate kind -> (bound for out, bound for final_state)
+BOUNDS = {"random": (4.0e-3, 2.5e-3), "long": (4.6e-3, 3.5e-3)}
+
+
+# Errors noted as "accuracy table, WHAT, GATE: out" and "...: final state" make the README's accuracy table.
+TABLE = "accuracy table, "
+
+
+def reference(inputs, cu_seqlens=None):
+    """(out, final_state) of the fp64 recurrence for a dict of `flash_kda.fwd` arguments."""
+    return flash_kda.recurrence.recurrence(**inputs, cu_seqlens=cu_seqlens)
+
+
+def record_error(record_property, name, x, ref):
+    """Relative error of x, noted under `error: <name>` for the GPU record."""
+    error = relative_error(x, ref)
+    record_property(f"error: {name}", error)
+    return error

@@ -1,0 +1,240 @@
+"""The GPU record: what tests/gpu.sh found on a GPU machine, in tests/gpu_record.json. Only gpu.sh writes it.
+
+Machines without a GPU cannot run the kernels, so tests/test_gpu_record.py holds the record's digest of csrc against the
+sources.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import torch
+from source_digest import tree_digest
+
+import flash_kda
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "tests" / "gpu_record.json"
+FORMAT = 1
+
+
+def read_junit(path):
+    """Tests and what they noted, from pytest's JUnit XML.
+
+    Returns (tests, errors, notes): counts and the list of unpassed tests; the worst value of each `error: NAME`
+    property; all other properties.
+    """
+    counts = dict.fromkeys(("run", "passed", "failed", "skipped"), 0)
+    unpassed, errors, notes = [], {}, {}
+    for case in ElementTree.parse(path).iter("testcase"):
+        name = f"{case.get('classname', '')}::{case.get('name')}".removeprefix("::")
+        outcome, reason = "passed", ""
+        for tag, what in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
+            element = case.find(tag)
+            if element is not None:
+                outcome, reason = what, (element.get("message") or element.text or "").strip()
+                break
+        counts["run"] += outcome != "skipped"
+        counts[outcome] += 1
+        if outcome != "passed":
+            unpassed.append({"name": name, "outcome": outcome, "reason": reason[:2000]})
+        for item in case.iter("property"):
+            key, value = item.get("name"), item.get("value")
+            if key.startswith("error: "):
+                key = key.removeprefix("error: ")
+                errors[key] = max(float(value), errors.get(key, 0.0))
+            else:
+                notes[key] = value
+    return {**counts, "unpassed": unpassed}, errors, notes
+
+
+def read_sanitizer(folder):
+    """{tool: {"status", "summary"}} from gpu.sh's TOOL.log and TOOL.status (the exit status, or `missing`) files."""
+    tools = {}
+    for path in sorted(Path(folder).glob("*.status")):
+        log = path.with_suffix(".log")
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        marked = [line.removeprefix("========= ").strip() for line in lines if line.startswith("=========")]
+        summary = next((line for line in reversed(marked) if "SUMMARY" in line), "; ".join(marked[:3]))
+        exit_status = path.read_text().strip()
+        words = {"0": "clean", "missing": "not run: the tool is not installed", "124": "timed out"}
+        status = words.get(exit_status, f"exit status {exit_status}")
+        if "Device not supported" in "".join(lines):
+            status = "not run: the tool does not support this device or driver"
+        tools[path.stem] = {"status": status, "summary": summary}
+    return tools
+
+
+def environment():
+    """The machine and the software that the tests ran with."""
+    result = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "flash_kda": flash_kda.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "commit": command_line("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "driver": command_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
+    }
+    for name, package in (("triton", "triton"), ("fla", "flash-linear-attention")):
+        try:
+            result[name] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            result[name] = "not installed"
+    try:
+        from flash_kda import _C
+
+        result["build"] = _C.build_info()
+    except ImportError:
+        result["build"] = "no kernels"
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        result["device"] = properties.name
+        result["capability"] = f"{properties.major}.{properties.minor}"
+        result["multiprocessors"] = properties.multi_processor_count
+        result["memory_gb"] = round(properties.total_memory / 1e9, 1)
+    return result
+
+
+def command_line(*command):
+    """First line of a command's output; None where it fails or is missing."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip().partition("\n")[0] or None
+
+
+def problems(record):
+    """Why the record does not count as passed; empty if it does."""
+    tests = record["tests"]
+    found = [f"{step}: {what}" for step, what in record["steps"].items() if what != "ok"]
+    found += [
+        f"{test['name']}: {test['reason'].partition(chr(10))[0]}"
+        for test in tests["unpassed"]
+        if test["outcome"] == "failed"
+    ]
+    if not tests["passed"]:
+        found.append("no test passed")
+    for tool, result in record["sanitizer"].items():
+        if result["status"] != "clean" and not result["status"].startswith("not run"):
+            found.append(f"compute-sanitizer {tool}: {result['status']}: {result['summary']}")
+    for row in record["benchmark"].get("rows", []):
+        if row.get("error") and row["peer"].startswith("flash_kda"):
+            found.append(f"benchmark {row['case']}, {row['gate']}, {row['peer']}: {row['error']}")
+    return found
+
+
+def describe(error):
+    """An error without the paths of the machine it was met on."""
+    return f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
+
+
+def make_record(junit, benchmark, sanitizer, steps):
+    """The record of one gpu.sh run; steps: {step: "ok" or what went wrong}. A missing file is a step that failed."""
+    steps = dict(steps)
+    tests, errors, notes = {"run": 0, "passed": 0, "failed": 0, "skipped": 0, "unpassed": []}, {}, {}
+    try:
+        tests, errors, notes = read_junit(junit)
+    except (OSError, ElementTree.ParseError) as error:
+        steps["tests"] = f"no results: {describe(error)}"
+    rows = {}
+    try:
+        rows = json.loads(Path(benchmark).read_text())
+    except (OSError, ValueError) as error:
+        steps["benchmark"] = f"no results: {describe(error)}"
+    return {
+        "format": FORMAT,
+        "environment": environment(),
+        "steps": steps,
+        "tests": tests,
+        "errors": errors,
+        "notes": notes,
+        "sanitizer": read_sanitizer(sanitizer),
+        "benchmark": rows,
+        "csrc": tree_digest(ROOT / "csrc"),
+    }
+
+
+def summary(record):
+    """The record in under 100 lines."""
+    env, tests = record["environment"], record["tests"]
+    lines = [
+        f"{env.get('device')}, driver {env['driver']}, CUDA {env['cuda']}, torch {env['torch']}, {env['date']}",
+        f"triton {env['triton']}; built: {env['build']}; FLA {env['fla']}; csrc {record['csrc']['total'][:12]}",
+        "steps: " + ", ".join(f"{step} {what}" for step, what in record["steps"].items()),
+        f"tests: {tests['run']} run, {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped",
+    ]
+    for outcome, most in (("failed", 25), ("skipped", 5)):
+        chosen = [test for test in tests["unpassed"] if test["outcome"] == outcome]
+        for test in chosen[:most]:
+            lines.append(f"  {outcome}: {test['name']}: {test['reason'].partition(chr(10))[0][:160]}")
+        if len(chosen) > most:
+            lines.append(f"  {outcome}: and {len(chosen) - most} more")
+    lines.append(f"FLA dispatch: {record['notes'].get('fla dispatch', 'not seen')}")
+    lines += [
+        f"compute-sanitizer {tool}: {x['status']}; {x['summary'][:120]}" for tool, x in record["sanitizer"].items()
+    ]
+    pairs = {}
+    for name, error in record["errors"].items():
+        case, _, part = name.rpartition(": ")
+        pairs.setdefault(case, {})[part] = error
+    if pairs:
+        worst = sorted(pairs.items(), key=lambda item: -max(item[1].values()))[:22]
+        lines.append(f"worst errors, {len(worst)} of {len(pairs)} cases:")
+        lines += [f"  {case}: " + ", ".join(f"{part} {x:.2e}" for part, x in parts.items()) for case, parts in worst]
+    cases = {}
+    for row in record["benchmark"].get("rows", []):
+        cases.setdefault((row["case"], row["must_us"], row["floor_us"]), []).append(row)
+    if cases:
+        lines.append(
+            f"benchmark in us (case, floor, must | results), "
+            f"copy bandwidth {record['benchmark']['copy_bandwidth'] / 1e12:.2f} TB/s:"
+        )
+    for (case, must, floor), rows in cases.items():
+        results = [
+            f"{row['peer']} {row['gate']} "
+            + (f"failed: {row['error'][:60]}" if row.get("error") else f"{row['gpu_us']:.1f}")
+            for row in rows
+        ]
+        host = [row["host_us"] for row in rows if row["peer"].startswith("flash_kda") and not row.get("error")]
+        lines.append(
+            f"  {case} {floor:.0f} {must} | {', '.join(results)}" + (f" | host {max(host):.0f}" if host else "")
+        )
+    found = problems(record)
+    lines.append(f"result: {'passed' if not found else f'{len(found)} problems, first: {found[0][:200]}'}")
+    return "\n".join(lines)
+
+
+def step(text):
+    name, equals, what = text.partition("=")
+    if not equals or not name or not what:
+        raise argparse.ArgumentTypeError(f"expected NAME=ok or NAME=WHAT WENT WRONG, got {text!r}")
+    return name, what
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Writes tests/gpu_record.json; called by tests/gpu.sh alone.")
+    parser.add_argument("--junit", required=True, help="pytest's JUnit XML")
+    parser.add_argument("--benchmark", required=True, help="JSON of python -m benchmarks.run")
+    parser.add_argument("--sanitizer", required=True, help="folder of TOOL.status and TOOL.log")
+    parser.add_argument("--step", type=step, action="append", default=[], help="NAME=ok, or NAME=what went wrong")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error(
+            "no GPU that PyTorch can use: there is nothing to record, and tests/gpu_record.json stays as it is"
+        )
+    record = make_record(arguments.junit, arguments.benchmark, arguments.sanitizer, arguments.step)
+    RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    print(summary(record))
+    return 1 if problems(record) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

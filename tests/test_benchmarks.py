@@ -1,0 +1,172 @@
+"""The benchmark's cases, command line and README filler, as far as they need no GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from inputs import GATE_KINDS
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import record_readme, run  # noqa: E402
+from benchmarks.cases import CASES, QUICK  # noqa: E402
+from benchmarks.peers import PEERS  # noqa: E402
+from benchmarks.timing import Times  # noqa: E402
+
+
+class TestCases:
+    def test_names_are_unique(self):
+        names = [case.name for case in CASES]
+        assert len(set(names)) == len(names) == 18 and set(QUICK) <= set(names)
+
+    @pytest.mark.parametrize(
+        "name, floor",
+        [
+            ("8192/96", 239),
+            ("mixed/96", 253),
+            ("8x1024/96", 259),
+            ("8192/64", 159),
+            ("mixed/64", 169),
+            ("8x1024/64", 173),
+        ]
+        + [("2048/12/1", 7.7), ("8192/12/4", 31), ("16384/16/8", 82), ("32768/8/1", 79), ("65536/12/1", 236)],
+    )
+    def test_bytes_give_the_published_floor(self, name, floor):
+        """The floors measured at a copy bandwidth of 4.28 TB/s."""
+        case = next(case for case in CASES if case.name == name)
+        assert case.bytes / 4.28e12 * 1e6 == pytest.approx(floor, rel=0.01)
+
+    def test_goals_lie_between_floor_and_must(self):
+        for case in CASES:
+            assert case.bytes / 4.28e12 * 1e6 < case.goal_us < case.must_us
+            assert all(length > 0 for length in case.lengths)
+
+
+class TestChecking:
+    """The check before a timing, on a CPU and small cases."""
+
+    @pytest.mark.parametrize("lengths", [(40,), (5, 9, 30), (5, 9, 40)])
+    def test_error_of_the_checked_heads(self, lengths, monkeypatch):
+        from benchmarks.cases import Case
+        from flash_kda.recurrence import recurrence
+
+        monkeypatch.setattr(run, "CHECKED_TOKENS", 32)
+        case = Case("small", "few heads", 3, lengths, 1, 1)
+        cu_seqlens = run.cu_seqlens_of(lengths) if len(lengths) > 1 else None
+        inputs = run.make_inputs("long", 1, sum(lengths), 3, "cpu", 0, torch.float32, N=len(lengths))
+        out, state = recurrence(**inputs, cu_seqlens=cu_seqlens)
+        expected = run.checked_part(case, inputs, cu_seqlens)
+        error_out, error_state = run.errors_of(case, (out, state), expected)
+        assert error_out < 1e-12
+        assert error_state is None if max(lengths) > 32 else error_state < 1e-12
+        out[:, 3, 2] += 1
+        assert run.errors_of(case, (out, state), expected)[0] > 1e-2
+
+    def test_environment_is_restored(self, monkeypatch):
+        monkeypatch.setenv("FLASH_KDA_SCHEDULE", "auto")
+        monkeypatch.delenv("FLA_FLASH_KDA", raising=False)
+        with run.environment_set({"FLASH_KDA_SCHEDULE": "portable", "FLA_FLASH_KDA": "0"}):
+            assert run.os.environ["FLASH_KDA_SCHEDULE"] == "portable" and run.os.environ["FLA_FLASH_KDA"] == "0"
+        assert run.os.environ["FLASH_KDA_SCHEDULE"] == "auto" and "FLA_FLASH_KDA" not in run.os.environ
+
+    def test_times(self):
+        times = Times.of([float(x) for x in range(1, 12)])
+        assert (times.median, times.least, times.spread) == (6, 1, 8)
+
+
+class TestCommandLine:
+    @pytest.mark.parametrize(
+        "arguments, message",
+        [
+            (["--cases", "nothing*"], "no case matches 'nothing*'"),
+            (["--peers", "somebody"], "got 'somebody'"),
+            (["--quick", "--peers", next(iter(PEERS))], "no GPU"),
+        ],
+    )
+    def test_errors_are_one_line_and_exit_status_2(self, arguments, message, monkeypatch, capsys):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(SystemExit) as exit:
+            run.parse(arguments)
+        assert exit.value.code == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
+
+    def test_unwritable_json_is_found_before_the_run(self, monkeypatch, capsys, tmp_path):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        with pytest.raises(SystemExit):
+            run.parse(["--json", str(tmp_path / "none" / "file.json")])
+        assert "--json: cannot write" in capsys.readouterr().err
+
+    def test_selection(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert [case.name for case in run.parse(["--quick"]).cases] == list(QUICK)
+        assert [case.name for case in run.parse(["--cases", "*/64"]).cases] == ["8192/64", "mixed/64", "8x1024/64"]
+        assert len(run.parse([]).cases) == len(CASES)
+
+    def test_runs_as_a_module(self):
+        result = subprocess.run(
+            [sys.executable, "-m", "benchmarks.run", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert result.returncode == 0 and "--quick" in result.stdout, result.stderr
+
+
+def fake_record():
+    rows = [
+        {"case": "8192/96", "table": "many heads", "gate": gate, "peer": peer, "floor_us": 238.6, "gpu_us": us}
+        for peer, us in (("flash_kda portable", 1500.2), ("FLA Triton", 2600.4))
+        for gate in GATE_KINDS
+    ]
+    rows.append(
+        {"case": "1024/4/1", "table": "few heads", "gate": "random", "peer": "flash_kda portable", "floor_us": 1.4}
+    )
+    rows[-1]["error"] = "out of memory"
+    environment = {
+        "device": "NVIDIA H200",
+        "driver": "1",
+        "cuda": "13.0",
+        "torch": "2.11",
+        "triton": "3.6",
+        "fla": "0.6.0",
+    }
+    return {
+        "environment": environment | {"date": "2026-11-30T12:00:00+00:00"},
+        "tests": {"passed": 7, "failed": 0, "skipped": 1},
+        "errors": {
+            "accuracy table, FLA Triton, long: final state": 0.004,
+            "accuracy table, flash_kda portable, random: out": 0.00371,
+            "FLA fused_recurrent_kda fed float32, random: out": 1.0,
+        },
+        "benchmark": {"copy_bandwidth": 4.28e12, "rows": rows},
+    }
+
+
+TEXT = "a\n" + "".join(
+    f"<!-- record:{name} -->old<!-- /record:{name} -->\nb\n" for name in ("speed", "accuracy", "environment")
+)
+
+
+class TestReadme:
+    def test_fill(self):
+        filled = record_readme.fill(TEXT, fake_record())
+        assert "old" not in filled and filled.startswith("a\n") and filled.endswith("\nb\n")
+        assert "| many heads | 8192/96 | 239 | 1500 / 1500 | 2600 / 2600 |" in filled
+        assert "| few heads | 1024/4/1 | 1.4 | failed / failed | not measured |" in filled
+        assert "| flash_kda portable | 3.71e-3 | not measured | not measured | not measured |" in filled
+        assert "| FLA Triton | not measured | not measured | not measured | 4.00e-3 |" in filled
+        assert "fused_recurrent" not in filled
+        assert "NVIDIA H200" in filled and "7 GPU tests passed" in filled.replace("\n", " ")
+        assert record_readme.fill(filled, fake_record()) == filled
+
+    def test_a_missing_spot_is_an_error(self):
+        with pytest.raises(ValueError, match="record:accuracy"):
+            record_readme.fill(TEXT.replace("<!-- record:accuracy -->", ""), fake_record())
+
+    def test_readme_matches_the_record(self):
+        """The README's numbers are those of tests/gpu_record.json: python -m benchmarks.record_readme."""
+        if torch.cuda.is_available():
+            pytest.skip("a GPU machine may hold a newer record than the README's: python -m benchmarks.record_readme")
+        text = record_readme.README.read_text(encoding="utf-8")
+        assert record_readme.fill(text, json.loads(record_readme.RECORD.read_text())) == text

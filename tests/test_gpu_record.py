@@ -1,0 +1,263 @@
+"""The GPU record against the sources, and the parts that make it."""
+
+import json
+import shutil
+import textwrap
+
+import gpu_record
+import pytest
+import source_digest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from source_digest import canonical, changes, tree_digest
+
+AGAIN = "run `bash tests/gpu.sh` on a machine with a GPU"
+
+
+@pytest.fixture(scope="module")
+def record():
+    if torch.cuda.is_available():
+        pytest.skip("the kernels can run here: bash tests/gpu.sh tests them and writes a new record")
+    assert gpu_record.RECORD.exists(), f"there is no tests/gpu_record.json: {AGAIN}"
+    return json.loads(gpu_record.RECORD.read_text())
+
+
+class TestRecord:
+    def test_was_made_of_these_sources(self, record):
+        differences = changes(record["csrc"], tree_digest(gpu_record.ROOT / "csrc"))
+        assert not differences, f"csrc differs from what the GPU record was made of ({'; '.join(differences)}): {AGAIN}"
+        assert record["csrc"]["total"] == tree_digest(gpu_record.ROOT / "csrc")["total"]
+
+    def test_everything_passed(self, record):
+        assert record["format"] == gpu_record.FORMAT, f"the record has another format: {AGAIN}"
+        assert gpu_record.problems(record) == []
+        assert record["tests"]["failed"] == 0 and record["tests"]["passed"] > 0
+
+    def test_saw_fla_dispatch(self, record):
+        assert "chunk_kda -> flash_kda" in record["notes"].get("fla dispatch", ""), (
+            f"no FLA dispatch in the record: {AGAIN}"
+        )
+
+
+SOURCE = textwrap.dedent(
+    r"""
+    #include "params.h"  // with a comment
+    #define TWICE(x) \
+        ((x) + (x))
+    #define SPACED (x)
+    /* block // "quoted */
+    char const* a = "not // a comment /* nor this */ \" \\";
+    char const* raw = R"x(keeps   // its   spaces )" and /* text */)x";
+    int big = 1'000'000, c = '"', d = '\'', e = L'/';
+    float f(float x) { return x - -1.5e-3f / *p; }
+    """
+)
+
+
+class TestCanonical:
+    @pytest.mark.parametrize(
+        "old, new",
+        [
+            ("  // with a comment", "   // with another one"),
+            ("  // with a comment", ""),
+            ('/* block // "quoted */', "// don't\n"),
+            ('/* block // "quoted */', "// continued \\\n return 1;"),
+            ("int big = 1'000'000, c", "int   big=1'000'000,\n\n    c"),
+            ("x - -1.5e-3f", "x/**/- /* two */ -1.5e-3f"),
+            ("TWICE(x) \\\n    ((x)", "TWICE(x)   \\\n\\\n ((x)"),
+            ("\n", "\r\n"),
+        ],
+    )
+    def test_comments_and_layout_do_not_count(self, old, new):
+        assert old in SOURCE
+        assert canonical(SOURCE.replace(old, new)) == canonical(SOURCE)
+
+    @pytest.mark.parametrize(
+        "old, new",
+        [
+            ("not // a comment", "not /a comment"),
+            ("not // a comment", "not  // a comment"),
+            ("nor this */", "nor that */"),
+            ("keeps   //", "keeps //"),
+            ("/* text */", ""),
+            ("1'000'000", "1'000'001"),
+            ("c = '\"'", "c = '/'"),
+            ("- -1.5", "--1.5"),
+            ("/ *p", "/ p"),
+            ("((x) + (x))", "((x) + (x) + 1)"),
+            ("SPACED (x)", "SPACED(x)"),
+            ("((x) + (x))\n", "((x) + (x)) "),
+            ("float f", "floatf"),
+            ("params.h", "param.h"),
+            ('/* block // "quoted */', "// continued \\\n not code\nreturn 1;"),
+            ('/* block // "quoted */', "return 1;"),
+        ],
+    )
+    def test_code_counts(self, old, new):
+        assert old in SOURCE
+        assert canonical(SOURCE.replace(old, new)) != canonical(SOURCE)
+
+    def test_string_continued_on_the_next_line(self):
+        assert canonical('a = "one \\\ntwo";') == canonical('a = "one two";')
+
+    @given(st.text(alphabet="ab1.'\"\\/*#(){}<>=+-R \n\t", max_size=60))
+    def test_any_text_has_a_canonical_form(self, text):
+        assert isinstance(canonical(text), str)
+
+    @given(
+        st.lists(st.sampled_from(["a", "b1", "(", ")", "+", '"s // t"', "'c'", "0x1f", ";"]), min_size=1, max_size=20)
+    )
+    def test_separators_do_not_count(self, tokens):
+        plain, commented = " ".join(tokens), " /* // */\n\t".join(tokens)
+        assert canonical(plain) == canonical(commented)
+
+
+class TestTreeDigest:
+    @pytest.fixture
+    def tree(self, tmp_path):
+        (tmp_path / "portable").mkdir()
+        (tmp_path / "params.h").write_text(SOURCE)
+        (tmp_path / "portable" / "fwd.cu").write_text("__global__ void fwd() {}\n")
+        (tmp_path / "notes.txt").write_text("not a source\n")
+        return tmp_path
+
+    def test_names_what_changed(self, tree):
+        before = tree_digest(tree)
+        assert set(before["files"]) == {"params.h", "portable/fwd.cu"}
+        (tree / "portable" / "fwd.cu").write_text("// comment\n__global__ void fwd( ) { }\n")
+        (tree / "notes.txt").write_text("other\n")
+        assert tree_digest(tree) == before and changes(before, tree_digest(tree)) == []
+        (tree / "portable" / "fwd.cu").write_text("__global__ void fwd() { return; }\n")
+        (tree / "new.cuh").write_text("int x;\n")
+        (tree / "params.h").unlink()
+        after = tree_digest(tree)
+        assert after["total"] != before["total"]
+        assert changes(before, after) == ["changed: portable/fwd.cu", "gone: params.h", "new: new.cuh"]
+
+    def test_a_moved_file_counts(self, tree):
+        before = tree_digest(tree)
+        shutil.move(tree / "portable" / "fwd.cu", tree / "fwd.cu")
+        assert tree_digest(tree)["total"] != before["total"]
+
+    def test_every_source_of_csrc_is_covered(self):
+        files = {path.suffix for path in (gpu_record.ROOT / "csrc").rglob("*") if path.is_file()}
+        assert files <= source_digest.SUFFIXES, f"suffixes that the digest leaves out: {files - source_digest.SUFFIXES}"
+
+
+JUNIT = """<?xml version="1.0" encoding="utf-8"?><testsuites><testsuite name="pytest" tests="5">
+<testcase classname="tests.test_a.TestA" name="test_one[0]" time="0.1"><properties>
+<property name="error: portable, random: out" value="0.003"/><property name="fla dispatch" value="x -&gt; y"/>
+</properties></testcase>
+<testcase classname="tests.test_a.TestA" name="test_one[1]" time="0.1"><properties>
+<property name="error: portable, random: out" value="0.004"/></properties></testcase>
+<testcase classname="tests.test_a" name="test_two"><failure message="assert 1 == 2&#10;more">trace</failure></testcase>
+<testcase classname="tests.test_a" name="test_three"><skipped message="needs two GPUs">where</skipped></testcase>
+<testcase classname="tests.test_a" name="test_four"><error message="failed on setup">trace</error></testcase>
+</testsuite></testsuites>"""
+
+
+def benchmark_result(**change):
+    row = {"case": "8192/96", "table": "many heads", "gate": "random", "peer": "flash_kda portable", "floor_us": 239.0}
+    row |= {"must_us": 400, "gpu_us": 1234.5, "host_us": 9.0, "error_out": 4e-3, "error_state": 2e-3, "extra_bytes": 0}
+    return {"copy_bandwidth": 4.28e12, "rows": [row | change]}
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A folder as tests/gpu.sh fills it, of a run in which everything passed."""
+    passing = JUNIT.replace('<failure message="assert 1 == 2&#10;more">trace</failure>', "")
+    passing = passing.replace('<error message="failed on setup">trace</error>', "")
+    (tmp_path / "tests.xml").write_text(passing)
+    (tmp_path / "benchmark.json").write_text(json.dumps(benchmark_result()))
+    (tmp_path / "memcheck.status").write_text("0\n")
+    (tmp_path / "memcheck.log").write_text("========= COMPUTE-SANITIZER\n29 calls\n========= ERROR SUMMARY: 0 errors\n")
+    (tmp_path / "racecheck.status").write_text("missing\n")
+    return tmp_path
+
+
+def make(results, steps=(("tests", "ok"), ("benchmark", "ok"))):
+    return gpu_record.make_record(results / "tests.xml", results / "benchmark.json", results, steps)
+
+
+class TestMaking:
+    def test_junit(self, tmp_path):
+        (tmp_path / "tests.xml").write_text(JUNIT)
+        tests, errors, notes = gpu_record.read_junit(tmp_path / "tests.xml")
+        assert {name: tests[name] for name in ("run", "passed", "failed", "skipped")} == {
+            "run": 4,
+            "passed": 2,
+            "failed": 2,
+            "skipped": 1,
+        }
+        assert [(test["name"].rpartition("::")[2], test["outcome"], test["reason"]) for test in tests["unpassed"]] == [
+            ("test_two", "failed", "assert 1 == 2\nmore"),
+            ("test_three", "skipped", "needs two GPUs"),
+            ("test_four", "failed", "failed on setup"),
+        ]
+        assert errors == {"portable, random: out": 0.004}
+        assert notes == {"fla dispatch": "x -> y"}
+
+    def test_a_run_in_which_everything_passed(self, results):
+        record = make(results)
+        assert gpu_record.problems(record) == []
+        assert json.loads(json.dumps(record)) == record
+        assert record["csrc"] == tree_digest(gpu_record.ROOT / "csrc")
+        assert record["sanitizer"]["memcheck"] == {"status": "clean", "summary": "ERROR SUMMARY: 0 errors"}
+        assert record["sanitizer"]["racecheck"]["status"].startswith("not run")
+        text = gpu_record.summary(record)
+        assert "result: passed" in text and len(text.splitlines()) < 100
+
+    @pytest.mark.parametrize(
+        "file, content, found",
+        [
+            ("tests.xml", JUNIT, "test_two: assert 1 == 2"),
+            ("tests.xml", None, "tests: no results"),
+            ("tests.xml", "<broken", "tests: no results"),
+            ("tests.xml", "<testsuites/>", "no test passed"),
+            ("benchmark.json", None, "benchmark: no results"),
+            ("benchmark.json", json.dumps(benchmark_result(error="wrong result")), "benchmark 8192/96, random"),
+            ("memcheck.status", "9\n", "memcheck: exit status 9"),
+            ("memcheck.status", "124\n", "memcheck: timed out"),
+        ],
+    )
+    def test_what_failed_is_in_the_record(self, results, file, content, found):
+        (results / file).unlink()
+        if content is not None:
+            (results / file).write_text(content)
+        record = make(results)
+        assert any(found in problem for problem in gpu_record.problems(record)), gpu_record.problems(record)
+        text = gpu_record.summary(record)
+        assert "result: " in text and "result: passed" not in text
+
+    def test_nothing_is_written_without_a_gpu(self, results, monkeypatch, capsys):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(gpu_record, "RECORD", results / "gpu_record.json")
+        arguments = [
+            "gpu_record.py",
+            "--junit",
+            "tests.xml",
+            "--benchmark",
+            "benchmark.json",
+            "--sanitizer",
+            str(results),
+        ]
+        monkeypatch.setattr("sys.argv", arguments)
+        with pytest.raises(SystemExit) as exit:
+            gpu_record.main()
+        assert exit.value.code == 2 and "no GPU" in capsys.readouterr().err
+        assert not gpu_record.RECORD.exists()
+
+    def test_a_failed_step_is_a_problem(self, results):
+        assert gpu_record.problems(make(results, [("set-up and build", "exit status 2")])) == [
+            "set-up and build: exit status 2"
+        ]
+
+    def test_a_missing_peer_is_no_problem(self, results):
+        (results / "benchmark.json").write_text(json.dumps(benchmark_result(peer="FLA Triton", error="not importable")))
+        assert gpu_record.problems(make(results)) == []
+
+    def test_a_summary_of_many_failures_stays_short(self, results):
+        failure = '<testcase classname="a" name="b"><failure message="m">trace</failure></testcase>'
+        (results / "tests.xml").write_text(f"<testsuites><testsuite>{failure * 500}</testsuite></testsuites>")
+        assert len(gpu_record.summary(make(results)).splitlines()) < 100

@@ -1,0 +1,139 @@
+"""README's two commands, the scripts behind them, and the paths and commands that the documents name. No GPU needed."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from project_copy import ROOT, copy_project
+
+SCRIPTS = sorted([*ROOT.glob("*.sh"), *ROOT.glob("tests/*.sh"), ROOT / ".ci" / "run"])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), ROOT / "third_party" / "README.md", *ROOT.glob("docs/*.md")])
+
+
+def code_blocks(path: Path) -> list[str]:
+    return re.findall(r"^```(?:bash|sh)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run(script: Path, *arguments, cwd: Path, **environment) -> subprocess.CompletedProcess:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    return subprocess.run(
+        ["bash", script, *arguments],
+        cwd=cwd,
+        env={**inherited, "FLASH_KDA_CUDA_ARCHS": "none", "FLASH_KDA_PYTHON": sys.executable, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    return copy_project(tmp_path_factory.mktemp("clone") / "a folder with spaces")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_script_parses(script):
+    result = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_readme_opens_with_the_two_commands():
+    readme = (ROOT / "README.md").read_text()
+    opening = readme.split("\n## ")[0]
+    assert "bash run.sh" in opening and "bash tests/test.sh" in opening
+    assert re.search(r"exec bash tests/test\.sh$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_in_documents_exist(document):
+    for block in code_blocks(document):
+        assert subprocess.run(["bash", "-n"], input=block, text=True).returncode == 0, block
+        for script in re.findall(r"\bbash ([\w./-]+\.sh)", block):
+            assert (ROOT / script).is_file(), script
+        for module in re.findall(r"\bpython3? -m (flash_kda|benchmarks[\w.]*|tests[\w.]*)", block):
+            file = ROOT / module.replace(".", "/")
+            assert file.with_suffix(".py").is_file() or (file / "__main__.py").is_file(), module
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_paths_in_documents_exist(document):
+    """A path is what stands in backticks or in a link and begins with a file or folder name of the repository's top."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    top = {path.name for path in ROOT.iterdir()} | {"csrc", "tests", "benchmarks", "flash_kda", "docs"}
+    named = re.findall(r"`([\w.-]+(?:/[\w.-]+)*/?)`", text) + re.findall(r"\]\(([^):#]+)\)", text)
+    # Made by a build, a set-up or a checkout of the reader's, so not in a clone.
+    made = {".venv", "build", ".clangd", "third_party/cutlass", "tests/output"}
+    paths = [name for name in named if name.split("/")[0] in top and name.rstrip("/") not in made]
+    missing = [name for name in paths if not (ROOT / name).exists() and not (document.parent / name).exists()]
+    # flash_kda.fwd and the like are Python names, not paths.
+    missing = [name for name in missing if "/" in name or Path(name).suffix in {".md", ".sh", ".py", ".toml"}]
+    assert missing == []
+
+
+def test_run_script_runs_the_main_job_from_any_folder(project, tmp_path):
+    (tmp_path / "text.txt").write_text("A paragraph.\n\nAnother, somewhat longer one.\n")
+    arguments = ["--device", "cpu", "--heads", "1", "--text", "text.txt", "--json", "result.json"]
+    result = run(project / "run.sh", *arguments, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "set-up: FLASH_KDA_CUDA_ARCHS=none: kernels skipped" in result.stdout
+    assert "kernels for none" in result.stdout
+    assert isinstance(json.loads((tmp_path / "result.json").read_text()), dict)
+    assert list(project.glob("flash_kda/*.so")) == [] and not (project / ".venv").exists()
+
+
+def test_run_script_keeps_the_exit_status_of_the_main_job(project, tmp_path):
+    result = run(project / "run.sh", "--text", "missing.txt", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "missing.txt" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_test_script_collects_the_tests(project):
+    result = run(project / "tests" / "test.sh", "--collect-only", "-q", "-p", "no:cacheprovider", cwd=project.parent)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"^\d+ tests collected", result.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"FLASH_KDA_PYTHON": "/nonexistent/python"}, "FLASH_KDA_PYTHON=/nonexistent/python is no program"),
+        ({"FLASH_KDA_CUDA_ARCHS": "86"}, "FLASH_KDA_CUDA_ARCHS=86 names the unknown arch '86'"),
+    ],
+    ids=["no Python", "unknown arch"],
+)
+def test_set_up_ends_with_one_line_and_status_2(project, tmp_path, environment, message):
+    result = run(project / "run.sh", cwd=tmp_path, **environment)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1 and message in result.stderr
+
+
+def test_a_python_without_torch_is_refused(project, tmp_path):
+    """FLASH_KDA_PYTHON names an environment to be used as it is: nothing is installed into one that lacks PyTorch."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    python.chmod(0o755)
+    result = run(project / "run.sh", cwd=tmp_path, FLASH_KDA_PYTHON=str(python))
+    assert result.returncode == 2
+    assert f"FLASH_KDA_PYTHON={python} cannot import torch" in result.stderr
+
+
+def test_setup_clangd_writes_one_file(project):
+    pytest.importorskip("cutlass_library", reason="setup_clangd.sh needs CUTLASS")
+    before = {path for path in project.rglob("*") if "__pycache__" not in path.parts}
+    result = run(project / "setup_clangd.sh", cwd=project.parent)
+    if result.returncode != 0 and "nvcc" in result.stderr:
+        pytest.skip(f"no CUDA toolkit: {result.stderr.strip()}")
+    assert result.returncode == 0, result.stderr
+    after = {path for path in project.rglob("*") if "__pycache__" not in path.parts}
+    assert after - before == {project / ".clangd"}
+    folders = re.findall(r'"-I(.+)"', (project / ".clangd").read_text())
+    assert any(Path(folder, "cutlass", "version.h").is_file() for folder in folders)
+    assert any(Path(folder, "cuda_runtime.h").is_file() for folder in folders)
+    assert all(Path(folder).is_dir() for folder in folders)
+    assert importlib.util.find_spec("torch") is None or any("torch" in folder for folder in folders)

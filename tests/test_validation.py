@@ -1,0 +1,277 @@
+"""Every rule of `flash_kda.fwd`: the exception's type, a message that names the argument, and nothing written."""
+
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from inputs import cu_seqlens_of, make_inputs
+
+import flash_kda
+from flash_kda.validation import in_common_form, validate
+
+ORDER = tuple(inspect.signature(flash_kda.fwd).parameters)
+T, H, N = 24, 2, 3
+TOKEN_TENSORS = ("q", "k", "v", "g", "out")
+STATES = ("initial_state", "final_state")
+TENSORS = (*TOKEN_TENSORS, "beta", "A_log", "dt_bias", *STATES, "cu_seqlens")
+OPTIONAL = (*STATES, "cu_seqlens")
+
+
+@pytest.fixture
+def call():
+    """A legal packed call with both states; out and final_state hold a pattern."""
+    x = make_inputs("random", 1, T, H, "cpu", state_dtype=torch.float32, N=N)
+    x["out"] = torch.full_like(x["q"], 7.0)
+    x["final_state"] = torch.full_like(x["initial_state"], 7.0)
+    x["cu_seqlens"] = cu_seqlens_of([8, 8, 8])
+    return x
+
+
+def rejects(call, error, pattern, **changes):
+    with pytest.raises(error, match=pattern):
+        flash_kda.fwd(**call | changes)
+    for name in ("out", "final_state"):
+        assert torch.all(call[name] == 7.0), f"{name} was written"
+    # The quick check must agree: it may refuse to decide, but not say yes.
+    arguments = [(call | changes)[name] for name in ORDER]
+    try:
+        assert not in_common_form(*arguments)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        pass
+
+
+def test_the_legal_call_passes_both_checks(call):
+    arguments = [call[name] for name in ORDER]
+    validate(*arguments)
+    assert in_common_form(*arguments)
+    flash_kda.fwd(**call)
+    assert not (call["out"] == 7.0).any() and not (call["final_state"] == 7.0).any()
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("value", [3.0, "text", [1, 2], True])
+def test_not_a_tensor(call, name, value):
+    rejects(call, TypeError, rf"^{name}: expected a torch\.Tensor.*got {type(value).__name__}", **{name: value})
+
+
+@pytest.mark.parametrize("name", [name for name in TENSORS if name not in OPTIONAL])
+def test_none(call, name):
+    rejects(call, TypeError, rf"^{name}: expected a torch\.Tensor, got NoneType", **{name: None})
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32])
+def test_dtype(call, name, dtype):
+    rejects(call, TypeError, rf"^{name}: expected dtype .*got {dtype}", **{name: call[name].to(dtype)})
+
+
+@pytest.mark.parametrize("name", ["initial_state", "final_state"])
+def test_state_dtypes_match(call, name):
+    message = r"^final_state: expected the dtype of initial_state, torch\..*, got torch\."
+    rejects(call, TypeError, message, **{name: call[name].bfloat16()})
+
+
+class Wrapper(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_subclass(call, name):
+    rejects(call, TypeError, rf"^{name}: .*subclass Wrapper", **{name: call[name].as_subclass(Wrapper)})
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_sparse(call, name):
+    rejects(call, TypeError, rf"^{name}: expected a strided", **{name: call[name].to_sparse()})
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_device(call, name):
+    rejects(call, ValueError, r"expected the device of q", **{name: call[name].to("meta")})
+
+
+def test_unsupported_device(call):
+    changes = {name: call[name].to("meta") for name in TENSORS}
+    rejects(call, ValueError, r"^q: expected a tensor on a CPU or CUDA device, got meta", **changes)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_rank(call, name):
+    rejects(call, ValueError, rf"^{name}: expected shape", **{name: call[name][None]})
+
+
+@pytest.mark.parametrize(
+    ("name", "dimension"),
+    [(name, d) for name in TENSORS[:-1] for d in range({"beta": 3, "A_log": 1, "dt_bias": 2}.get(name, 4))],
+)
+def test_size(call, name, dimension):
+    x = call[name]
+    longer = torch.cat((x, x.narrow(dimension, 0, 1)), dimension)
+    # q sets B, T and H, so that a longer q shows at the first argument that disagrees, and a longer batch at q itself.
+    blamed = {0: "q", 1: "k", 2: "k", 3: "q"}[dimension] if name == "q" else name
+    rejects(call, ValueError, rf"^{blamed}: expected", **{name: longer})
+
+
+def test_no_heads(call):
+    changes = {name: call[name][:, :, :0] for name in ("q", "k", "v", "g", "beta", "out")}
+    rejects(call, ValueError, r"^q: expected shape \[B, T, H, 128\] with H >= 1", **changes)
+
+
+def test_batch_with_cu_seqlens(call):
+    changes = {name: call[name].expand(2, *call[name].shape[1:]) for name in ("q", "k", "v", "g", "beta", "out")}
+    rejects(call, ValueError, r"^q: expected B = 1 with cu_seqlens", **changes)
+
+
+def test_empty_cu_seqlens(call):
+    rejects(call, ValueError, r"^cu_seqlens: expected shape \[N \+ 1\]", cu_seqlens=call["cu_seqlens"][:0])
+
+
+def test_number_of_sequences(call):
+    rejects(call, ValueError, r"^initial_state: expected shape \[N, H, V, K\]", cu_seqlens=cu_seqlens_of([12, 12]))
+    rejects(call, ValueError, r"^initial_state: expected shape \[N, H, V, K\]", cu_seqlens=None)
+
+
+def test_too_many_pairs(call):
+    rows = {name: call[name][:, :, :1].expand(2**31, -1, -1, -1) for name in TOKEN_TENSORS}
+    changes = rows | {"beta": call["beta"][:, :, :1].expand(2**31, -1, -1), "A_log": call["A_log"][:1]}
+    changes |= {"dt_bias": call["dt_bias"][:1], "initial_state": None, "final_state": None, "cu_seqlens": None}
+    rejects(call, ValueError, r"^q: expected fewer than 2\^31 \(sequence, head\) pairs", **changes)
+
+
+def test_too_many_tokens(call):
+    changes = {name: call[name][:, :1].expand(1, 2**31, -1, -1) for name in TOKEN_TENSORS}
+    changes["beta"] = call["beta"][:, :1].expand(1, 2**31, -1)
+    rejects(call, ValueError, r"^q: expected T < 2\^31 tokens", **changes)
+
+
+@pytest.mark.parametrize("name", TOKEN_TENSORS)
+def test_channel_stride(call, name):
+    wide = torch.zeros(1, T, H, 256, dtype=torch.bfloat16)[..., ::2]
+    rejects(call, ValueError, rf"^{name}: expected stride 1 in the last dimension, got 2", **{name: wide})
+
+
+@pytest.mark.parametrize("name", TOKEN_TENSORS)
+def test_alignment(call, name):
+    shifted = torch.zeros(T * H * 128 + 8, dtype=torch.bfloat16)[1 : 1 + T * H * 128].view(1, T, H, 128)
+    rejects(call, ValueError, rf"^{name}: expected a 16-byte aligned address", **{name: shifted})
+
+
+@pytest.mark.parametrize("name", TOKEN_TENSORS)
+@pytest.mark.parametrize("dimension", ["token", "head"])
+def test_row_strides(call, name, dimension):
+    shape = (1, T, H, 132) if dimension == "head" else (1, T, H * 128 + 4)
+    x = torch.zeros(shape, dtype=torch.bfloat16)
+    x = x[..., :128] if dimension == "head" else x[..., : H * 128].unflatten(-1, (H, 128))
+    rejects(call, ValueError, rf"^{name}: expected a (token|head) stride that is a multiple of 8 elements", **{name: x})
+
+
+@pytest.mark.parametrize("name", ["A_log", "dt_bias", *STATES, "cu_seqlens"])
+def test_contiguous(call, name):
+    strided = call[name].repeat_interleave(2, -1)[..., ::2]
+    rejects(call, ValueError, rf"^{name}: expected a contiguous tensor, got strides", **{name: strided})
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_alignment(call, name):
+    shifted = torch.zeros(call[name].numel() + 4)[1:-3].view(call[name].shape)
+    rejects(call, ValueError, rf"^{name}: expected a 16-byte aligned address", **{name: shifted})
+
+
+@pytest.mark.parametrize("name", TOKEN_TENSORS[:-1])
+def test_out_overlaps_an_input(call, name):
+    rejects(call, ValueError, rf"^out: expected memory of its own, got a tensor that overlaps {name}", out=call[name])
+    buffer = torch.zeros(1, T + 1, H, 128, dtype=torch.bfloat16)
+    rejects(call, ValueError, rf"^out: .*overlaps {name}", **{"out": buffer[:, 1:], name: buffer[:, :-1]})
+
+
+@pytest.mark.parametrize("dimension", [1, 2])
+def test_out_overlaps_itself(call, dimension):
+    out = call["out"].narrow(dimension, 0, 1).expand(call["out"].shape)
+    rejects(call, ValueError, r"^out: expected every element at an address of its own", out=out)
+
+
+def test_final_state_overlaps(call):
+    buffer = torch.zeros(N + 1, H, 128, 128)
+    message = r"^final_state: expected memory of its own, got a tensor that overlaps initial_state"
+    rejects(call, ValueError, message, initial_state=buffer[1:], final_state=buffer[:-1])
+    flat = torch.zeros(N * H * 128 * 128 * 2, dtype=torch.bfloat16)
+    out = flat[: T * H * 128].view(1, T, H, 128)
+    rejects(call, ValueError, r"overlaps", final_state=flat.view(torch.float32).view(N, H, 128, 128), out=out)
+
+
+def test_final_state_may_be_initial_state(call):
+    state = call["initial_state"]
+    for final_state in (state, state.view(state.shape)):
+        validate(*[(call | {"final_state": final_state})[name] for name in ORDER])
+
+
+@pytest.mark.parametrize("name", ["scale", "lower_bound"])
+@pytest.mark.parametrize("value", ["1", None, True, 1j, torch.tensor(-1.0)])
+def test_number_type(call, name, value):
+    rejects(call, TypeError, rf"^{name}: expected a float, got {type(value).__name__}", **{name: value})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39, 10**400])
+def test_scale_value(call, value):
+    rejects(call, ValueError, r"^scale: expected a finite fp32 number, got", scale=value)
+
+
+@pytest.mark.parametrize("value", [0.0, 0, 1.0, -5.001, -6, float("nan"), -float("inf"), float("inf")])
+def test_lower_bound_value(call, value):
+    rejects(call, ValueError, r"^lower_bound: expected a number in \[-5, 0\), got", lower_bound=value)
+
+
+@pytest.mark.parametrize("name", [name for name in TENSORS if name != "cu_seqlens"])
+def test_requires_grad(call, name):
+    with_grad = call[name].clone().requires_grad_()
+    rejects(call, ValueError, rf"^{name}: .*requires_grad=True", **{name: with_grad})
+    with torch.no_grad():
+        flash_kda.fwd(**call | {name: with_grad})
+    with torch.inference_mode():
+        flash_kda.fwd(**call | {name: torch.nn.Parameter(call[name])})
+
+
+def test_schedule(call, monkeypatch):
+    monkeypatch.setenv("FLASH_KDA_SCHEDULE", "fastest")
+    with pytest.raises(ValueError, match=r"^FLASH_KDA_SCHEDULE: expected one of auto, portable, got 'fastest'"):
+        flash_kda.fwd(**call)
+    assert torch.all(call["out"] == 7.0) and torch.all(call["final_state"] == 7.0)
+    monkeypatch.setenv("FLASH_KDA_SCHEDULE", "portable")
+    flash_kda.fwd(**call)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "fused projection", "head-major", "no states", "batch", "parameters"])
+def test_usual_layouts_take_the_quick_check(call, layout):
+    if layout == "fused projection":
+        fused = torch.zeros(1, T, 5 * H * 128 + 8, dtype=torch.bfloat16)
+        views = (fused[..., i * H * 128 : (i + 1) * H * 128].unflatten(-1, (H, 128)) for i in range(4))
+        call |= dict(zip("qkvg", views, strict=True)) | {"beta": fused[..., -H:]}
+    elif layout == "head-major":
+        call |= {name: torch.zeros(1, H, T, 128, dtype=torch.bfloat16).transpose(1, 2) for name in TOKEN_TENSORS}
+        call["out"] = torch.empty_like(call["v"])
+    elif layout == "no states":
+        call |= dict.fromkeys(STATES)
+    elif layout == "batch":
+        call |= make_inputs("random", 3, T, H, "cpu", state_dtype=torch.float32)
+        call |= {"out": torch.empty_like(call["q"]), "cu_seqlens": None}
+    elif layout == "parameters":
+        call |= {name: torch.nn.Parameter(call[name], requires_grad=False) for name in ("A_log", "dt_bias")}
+    arguments = [call[name] for name in ORDER]
+    validate(*arguments)
+    assert in_common_form(*arguments)
+
+
+def test_import_needs_neither_kernels_nor_a_gpu_nor_nvcc():
+    """Nothing but torch comes along at import: no kernels, no rich, no CUDA initialisation, no nvcc look-up."""
+    code = (
+        "import sys, flash_kda, torch; print(flash_kda.__version__);"
+        "assert not {'flash_kda._C', 'rich', 'flash_kda.cli', 'torch.utils.cpp_extension'} & set(sys.modules);"
+        "assert not torch.cuda.is_initialized()"
+    )
+    environment = os.environ | {"PATH": "", "CUDA_HOME": "", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == flash_kda.__version__
