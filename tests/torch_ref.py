@@ -122,11 +122,10 @@ def _sigmoid_of_negated_log2(z: torch.Tensor) -> torch.Tensor:
 
 
 def _inverse(lower: torch.Tensor) -> torch.Tensor:
-    """(I + L)^-1 by forward substitution, columns updated in ascending order."""
+    """(I + L)^-1 by back substitution for its rows, in descending order."""
     x = torch.eye(CHUNK, device=lower.device).expand(lower.shape).contiguous()
-    for r in range(CHUNK - 1):
-        below = slice(r + 1, CHUNK)
-        x[..., below, :] = ops().fma(-lower[..., below, r : r + 1], x[..., r : r + 1, :], x[..., below, :])
+    for r in range(CHUNK - 1, 0, -1):
+        x[..., :r] = ops().fma(-lower[..., r : r + 1, :r], x[..., r : r + 1], x[..., :r])
     return x
 
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "api/schedule.h"
 #include "params.h"
-#include "portable/portable.h"
 
 #ifndef FLASH_KDA_ARCHS
 #error "define FLASH_KDA_ARCHS: the archs that the kernels are compiled for, as in \"90a,100a\""
@@ -92,9 +92,7 @@ void fwd(uint64_t q, int64_t q_batch, int64_t q_token, int64_t q_head,          
          uint64_t A_log, uint64_t dt_bias, uint64_t initial_state, uint64_t final_state, uint64_t cu_seqlens,
          int64_t num_tokens, int64_t num_heads, int64_t num_sequences, double scale, double lower_bound,
          bool state_is_fp32, int device, uint64_t stream, std::string const& schedule) {
-  if (schedule != "auto" && schedule != "portable") {
-    throw std::invalid_argument("flash_kda: schedule must be auto or portable, got " + schedule);
-  }
+  Schedule const chosen = schedule_of_name(schedule);
   if (num_sequences == 0 || num_heads == 0) return;
 
   FwdParams p;
@@ -117,7 +115,7 @@ void fwd(uint64_t q, int64_t q_batch, int64_t q_token, int64_t q_head,          
   p.lower_bound = float(lower_bound);
 
   DeviceGuard const guard(device);
-  cudaError_t const status = portable::fwd(p, address<CUstream_st>(stream));
+  cudaError_t const status = launch_fwd(p, chosen, device, address<CUstream_st>(stream));
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) refuse_device(device);
   check(status, "the kernel launch");
 }

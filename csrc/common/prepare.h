@@ -63,31 +63,52 @@ __device__ __forceinline__ void norms(Stage& stage, Scratch& scratch, float scal
 // Turns raw rows into K+, Q+ and K- in place, each lane its own channels.
 __device__ __forceinline__ void factors(Stage& stage, Scratch const& scratch, Gate const& gate, float4 shifted_bias,
                                         int valid, int lane) {
+  // Rows go in groups: all of a group is loaded before any of it is stored, since the compiler has to keep that order,
+  // and their sigmoids do not wait for each other. A divisor of the swizzle's period of eight rows.
+  constexpr int kRows = 4;
+  int const channel = kLaneChannels * lane;
+  bf16* const kq = stage.kq.at(0, channel / kPanel * kPanel);
+  bf16* const gs = stage.g.at(0, channel / kPanel * kPanel);
   float4 sum = {0.f, 0.f, 0.f, 0.f};  // G
-#pragma unroll 4
-  for (int i = 0; i < kChunk; ++i) {
-    uint2* const k = reinterpret_cast<uint2*>(stage.kq.at(i, kLaneChannels * lane));
-    uint2* const q = reinterpret_cast<uint2*>(stage.kq.at(kChunk + i, kLaneChannels * lane));
-    uint2* const g = reinterpret_cast<uint2*>(stage.g.at(i, kLaneChannels * lane));
-    float2 const norm = scratch.norm[i];
-
-    // Padded rows do not decay: their sigmoid is finite, and fma(0, sigmoid, sum) is the sum.
-    Gate const row_gate = {gate.slope, i < valid ? gate.floor : 0.f};
-    float4 const raw = widen(*g);
-    sum.x = row_gate.accumulate(raw.x, shifted_bias.x, sum.x);
-    sum.y = row_gate.accumulate(raw.y, shifted_bias.y, sum.y);
-    sum.z = row_gate.accumulate(raw.z, shifted_bias.z, sum.z);
-    sum.w = row_gate.accumulate(raw.w, shifted_bias.w, sum.w);
-
-    // The sum itself stays unshifted: added to 57, slow decays would lose their last bits.
-    float4 const exponent = plus(sum, kShift);
-    float4 const shrink = exp2_approx(exponent), grow = exp2_approx(minus(exponent));
-    float4 const unit_k = times(widen(*k), norm.x);
-    *q = narrow(times(times(widen(*q), norm.y), shrink));
-    *k = narrow(times(unit_k, shrink));
-    *g = narrow(times(unit_k, grow));
+#pragma unroll 1
+  for (int first = 0; first < kChunk; first += kRows) {
+    int const column = channel % kPanel ^ first % 8 * 8;  // swizzled for row `first`
+    uint2 *k[kRows], *q[kRows], *g[kRows], k_row[kRows], q_row[kRows], g_row[kRows];
+    float2 norm[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      int const offset = first * kPanel + (column ^ r * 8);
+      k[r] = reinterpret_cast<uint2*>(kq + offset + r * kPanel);
+      q[r] = reinterpret_cast<uint2*>(kq + offset + r * kPanel + kQuery);
+      g[r] = reinterpret_cast<uint2*>(gs + offset + r * kPanel);
+      k_row[r] = *k[r], q_row[r] = *q[r], g_row[r] = *g[r];
+      norm[r] = scratch.norm[first + r];
+    }
+    float4 exponent[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      // Padded rows do not decay: their sigmoid is finite, and fma(0, sigmoid, sum) is the sum.
+      Gate const row_gate = {gate.slope, first + r < valid ? gate.floor : 0.f};
+      float4 const raw = widen(g_row[r]);
+      sum.x = row_gate.accumulate(raw.x, shifted_bias.x, sum.x);
+      sum.y = row_gate.accumulate(raw.y, shifted_bias.y, sum.y);
+      sum.z = row_gate.accumulate(raw.z, shifted_bias.z, sum.z);
+      sum.w = row_gate.accumulate(raw.w, shifted_bias.w, sum.w);
+      // The sum itself stays unshifted: added to 57, slow decays would lose their last bits.
+      exponent[r] = plus(sum, kShift);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float4 const shrink = exp2_approx(exponent[r]), grow = exp2_approx(minus(exponent[r]));
+      float4 const unit_k = times(widen(k_row[r]), norm[r].x);
+      *q[r] = narrow(times(times(widen(q_row[r]), norm[r].y), shrink));
+      *k[r] = narrow(times(unit_k, shrink));
+      *g[r] = narrow(times(unit_k, grow));
+    }
   }
-  *reinterpret_cast<float4*>(&stage.decay[kLaneChannels * lane]) = exp2_approx(sum);
+  float4 const decay = exp2_approx(sum);
+  *reinterpret_cast<float2*>(stage.decay.pair(lane / 2, lane % 2 * 2)) = {decay.x, decay.y};
+  *reinterpret_cast<float2*>(stage.decay.pair(lane / 2, lane % 2 * 2 + 1)) = {decay.z, decay.w};
 }
 
 // L and M.
@@ -108,46 +129,60 @@ __device__ __forceinline__ void gram(Stage& stage, Scratch& scratch, int lane) {
   }
   // The triangles are cut out by selection: what lies outside may be infinite.
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int r = 0; r < 2; ++r) {
+    int const i = lane / 4 + 8 * r;
+    float const beta = scratch.beta[i];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      int const i = lane / 4 + 8 * r, j = 8 * half + 2 * (lane % 4);
-      float const beta = scratch.beta[i];
-      scratch.l_transposed[j][i] = j < i ? __fmul_rn(beta, l[half][2 * r]) : 0.f;
-      scratch.l_transposed[j + 1][i] = j + 1 < i ? __fmul_rn(beta, l[half][2 * r + 1]) : 0.f;
+    for (int half = 0; half < 2; ++half) {
+      int const j = 8 * half + 2 * (lane % 4);
+      *reinterpret_cast<float2*>(&scratch.l[i][j]) = {j < i ? __fmul_rn(beta, l[half][2 * r]) : 0.f,
+                                                      j + 1 < i ? __fmul_rn(beta, l[half][2 * r + 1]) : 0.f};
       *reinterpret_cast<uint32_t*>(stage.m.at(i, j)) =
           pack_bf16(j <= i ? m[half][2 * r] : 0.f, j + 1 <= i ? m[half][2 * r + 1] : 0.f);
     }
   }
 }
 
-// A = (I + L)^{-1} diag(beta) by forward substitution in fp32, split into two bf16 parts. Both half-warps solve for
-// column lane % 16; the lower one stores the high part, the upper one what is left of it.
+// A = (I + L)^{-1} diag(beta), X (I + L) = I solved for the rows of X by back substitution in fp32, split into two bf16
+// parts. Both half-warps solve for row lane % 16; the lower one stores the high part, the upper one what is left of it.
 __device__ __forceinline__ void invert(Stage& stage, Scratch const& scratch, int lane) {
-  int const j = lane % 16;
+  int const i = lane % 16;
   float x[kChunk];
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) x[i] = i == j ? 1.f : 0.f;
+  for (int j = 0; j < kChunk; ++j) x[j] = i == j ? 1.f : 0.f;
 #pragma unroll
-  for (int r = 0; r < kChunk - 1; ++r) {
+  for (int r = kChunk - 1; r > 0; --r) {
 #pragma unroll
-    for (int i4 = (r + 1) / 4 * 4; i4 < kChunk; i4 += 4) {
-      float4 const l = *reinterpret_cast<float4 const*>(&scratch.l_transposed[r][i4]);
-      float const column[4] = {l.x, l.y, l.z, l.w};
+    for (int j4 = 0; j4 < r; j4 += 4) {
+      float4 const l = *reinterpret_cast<float4 const*>(&scratch.l[r][j4]);
+      float const row[4] = {l.x, l.y, l.z, l.w};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i4 + i > r) x[i4 + i] = __fmaf_rn(-column[i], x[r], x[i4 + i]);
+      for (int j = 0; j < 4; ++j) {
+        if (j4 + j < r) x[j4 + j] = __fmaf_rn(-row[j], x[r], x[j4 + j]);
       }
     }
   }
-  float const beta = scratch.beta[j];
-  bf16* const part = (lane < 16 ? stage.a_hi : stage.a_lo).at(0, j);
-  constexpr int kRowPitch = square_offset(1, 0);
+  uint32_t hi[kChunk / 2], lo[kChunk / 2];
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) {
-    float const a = __fmul_rn(x[i], beta);
-    bf16 const hi(a);
-    part[i * kRowPitch] = lane < 16 ? hi : bf16(__fsub_rn(a, float(hi)));
+  for (int j4 = 0; j4 < kChunk; j4 += 4) {
+    float4 const beta = *reinterpret_cast<float4 const*>(&scratch.beta[j4]);
+    float4 const a = times({x[j4], x[j4 + 1], x[j4 + 2], x[j4 + 3]}, beta);
+    uint2 const high = narrow(a);
+    float4 const kept = widen(high);
+    uint2 const low =
+        narrow({__fsub_rn(a.x, kept.x), __fsub_rn(a.y, kept.y), __fsub_rn(a.z, kept.z), __fsub_rn(a.w, kept.w)});
+    hi[j4 / 2] = high.x, hi[j4 / 2 + 1] = high.y;
+    lo[j4 / 2] = low.x, lo[j4 / 2 + 1] = low.y;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (lane < 16) {
+      *reinterpret_cast<uint4*>(stage.a_hi.at(i, 8 * half)) =
+          make_uint4(hi[4 * half], hi[4 * half + 1], hi[4 * half + 2], hi[4 * half + 3]);
+    } else {
+      *reinterpret_cast<uint4*>(stage.a_lo.at(i, 8 * half)) =
+          make_uint4(lo[4 * half], lo[4 * half + 1], lo[4 * half + 2], lo[4 * half + 3]);
+    }
   }
 }
 

@@ -20,29 +20,6 @@ __device__ __forceinline__ Sequence find_sequence(FwdParams const& p, int64_t n)
   return {0, begin, end - begin};
 }
 
-// The sequence that comes at place `rank` when sequences are ordered from the longest to the shortest (ties in their
-// own order), found by the whole block. More sequences than kMostRanked keep their order: there the tail of the grid is
-// short anyway. `lengths` is scratch for kMostRanked entries; ends with a block barrier.
-constexpr int kMostRanked = 128;
-template <int kThreads>
-__device__ __forceinline__ int64_t sequence_of_rank(FwdParams const& p, int rank, int64_t* lengths, int& result) {
-  static_assert(kThreads >= kMostRanked);
-  bool const is_ranked = p.cu_seqlens != nullptr && p.num_sequences > 1 && p.num_sequences <= kMostRanked;
-  int const n = threadIdx.x;
-  bool const has_sequence = is_ranked && n < p.num_sequences;
-  int64_t const length = has_sequence ? find_sequence(p, n).length : 0;
-  if (has_sequence) lengths[n] = length;
-  __syncthreads();
-  if (!is_ranked) return rank;
-  if (has_sequence) {
-    int before = 0;
-    for (int m = 0; m < p.num_sequences; ++m) before += lengths[m] > length || (lengths[m] == length && m < n);
-    if (before == rank) result = n;
-  }
-  __syncthreads();
-  return result;
-}
-
 // Address of the first row of (sequence, head).
 template <class Element>
 __device__ __forceinline__ Element* first_row(TensorView const& t, Sequence const& s, int head) {

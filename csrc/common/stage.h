@@ -76,6 +76,13 @@ struct Tile {
   }
 };
 
+// 2^{G_C} of a chunk, in the order of accumulators: lane t = lane % 4 needs channels 8 j + 2 t and 8 j + 2 t + 1 of
+// every tile j, and finds those of tiles j and j + 1 (j even) in 16 bytes, next to the other lanes' 16.
+struct alignas(16) Decay {
+  float data[kHeadDim];
+  __device__ float* pair(int j, int t) { return &data[j / 2 * 16 + t * 4 + j % 2 * 2]; }
+};
+
 struct Square {
   bf16 data[kChunk * kChunk];
   __device__ bf16* at(int row, int column) { return &data[square_offset(row, column)]; }
@@ -95,20 +102,19 @@ constexpr float kShiftUp = 0x1p57f;
 
 // Each factor takes the place of the input that it is made of.
 struct alignas(1024) Stage {
-  Tile<2 * kChunk> kq;    // rows 0-15: k, then K+; rows 16-31: q, then Q+
-  Tile<kChunk> g;         // g, then K-
-  Tile<kChunk> v;         // V
-  Square a_hi, a_lo;      // A = a_hi + a_lo
-  Square m;               // M
-  float decay[kHeadDim];  // 2^{G_C}
+  Tile<2 * kChunk> kq;  // rows 0-15: k, then K+; rows 16-31: q, then Q+
+  Tile<kChunk> g;       // g, then K-
+  Tile<kChunk> v;       // V
+  Square a_hi, a_lo;    // A = a_hi + a_lo
+  Square m;             // M
+  Decay decay;
 };
 static_assert(sizeof(Stage) == 18 * 1024, "no padding: every tile starts on a swizzle period of 1024 bytes");
 
 // What the warp that prepares a chunk keeps to itself.
 struct Scratch {
-  // L transposed, [column][row]; the pitch of 20 keeps rows 16-byte aligned and the fragment's scatter free of
-  // conflicts.
-  alignas(16) float l_transposed[kChunk][20];
+  alignas(
+      16) float l[kChunk][20];  // L; the pitch keeps rows 16-byte aligned and a fragment's stores on different banks
   alignas(16) float2 norm[kChunk];  // 1 / |k_i| and scale / |q_i|
   alignas(16) float beta[kChunk];
 };

@@ -1,15 +1,12 @@
 // The portable kernel, for every arch from SM90 up: mma.sync, ldmatrix, cp.async and mbarriers only.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include "portable/prepare.h"
 #include "portable/recurrence.h"
 
 namespace flash_kda::portable {
 
 // One CTA for each (sequence, head) pair, heads fastest: neighbouring CTAs read neighbouring rows.
-template <class StateElement>
 __global__ void __launch_bounds__(kThreads, 1) fwd_kernel(__grid_constant__ FwdParams const p) {
   extern __shared__ __align__(128) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
@@ -28,21 +25,10 @@ __global__ void __launch_bounds__(kThreads, 1) fwd_kernel(__grid_constant__ FwdP
 
   Sequence const sequence = find_sequence(p, sequence_index);
   if (warp < kRecurrenceWarps) {
-    recur<StateElement>(p, shared, sequence, sequence_index, head, warp, lane);
+    recur(p, shared, sequence, sequence_index, head, warp, lane);
   } else {
     prepare(p, shared, sequence, head, warp - kRecurrenceWarps, lane);
   }
-}
-
-// Instantiated in a translation unit for each type of state, so that they build in parallel.
-template <class StateElement>
-cudaError_t launch(FwdParams const& p, cudaStream_t stream) {
-  auto const kernel = fwd_kernel<StateElement>;
-  cudaError_t const status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(SharedStorage)));
-  if (status != cudaSuccess) return status;
-  kernel<<<unsigned(p.num_sequences * p.num_heads), kThreads, sizeof(SharedStorage), stream>>>(p);
-  return cudaGetLastError();
 }
 
 }  // namespace flash_kda::portable

@@ -66,7 +66,7 @@ __device__ __forceinline__ void step(StateRows (&state)[kRowTiles], Stage& stage
     load_matrices_transposed(k, stage.g.in_block(j / 2, transposed_offset));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float2 const d = *reinterpret_cast<float2 const*>(&stage.decay[8 * (j + half) + 2 * (lane % 4)]);
+      float2 const d = *reinterpret_cast<float2 const*>(stage.decay.pair(j + half, lane % 4));
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t) {
         float (&tile)[4] = state[t][j + half];
@@ -89,7 +89,6 @@ __device__ __forceinline__ void step(StateRows (&state)[kRowTiles], Stage& stage
   }
 }
 
-template <class StateElement>
 __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage& shared, Sequence const& sequence,
                                       int64_t sequence_index, int head, int warp, int lane) {
   int const first_value = kWarpRows * warp;
@@ -98,12 +97,10 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage& shared,
 
   // An empty sequence hands its state on as it came, to the last bit.
   bool const is_empty = sequence.length == 0;
-  StateRows state[kRowTiles] = {};
-  if (p.initial_state != nullptr) {
-    auto const* const rows = static_cast<StateElement const*>(p.initial_state) + state_offset;
+  StateRows state[kRowTiles];
 #pragma unroll
-    for (int t = 0; t < kRowTiles; ++t)
-      load_state(state[t], rows + 16 * t * kHeadDim, is_empty ? 1.f : kShiftDown, lane);
+  for (int t = 0; t < kRowTiles; ++t) {
+    load_initial_state(state[t], p, state_offset + 16 * t * kHeadDim, is_empty ? 1.f : kShiftDown, lane);
   }
 
   // Four lanes store a token's 32 values, 16 bytes each: eight tokens at a time.
@@ -128,11 +125,9 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage& shared,
     if (lane == 0) shared.empty[s].arrive();
   }
 
-  if (p.final_state != nullptr) {
-    auto* const rows = static_cast<StateElement*>(p.final_state) + state_offset;
 #pragma unroll
-    for (int t = 0; t < kRowTiles; ++t)
-      store_state(state[t], rows + 16 * t * kHeadDim, is_empty ? 1.f : kShiftUp, lane);
+  for (int t = 0; t < kRowTiles; ++t) {
+    store_final_state(state[t], p, state_offset + 16 * t * kHeadDim, is_empty ? 1.f : kShiftUp, lane);
   }
 }
 

@@ -1,0 +1,68 @@
+// Sizes, roles and shared memory of the SM90 kernel: one persistent role split a CTA, one (sequence, head) pair after
+// the other in chunks of 16 tokens.
+#pragma once
+
+#include "common/barrier.h"
+#include "common/stage.h"
+
+namespace flash_kda::sm90 {
+
+// More sequences than these keep their order; the tail of the grid is short then anyway.
+constexpr int kMostRanked = 128;
+
+// kValueRows: value rows of a pair that a CTA carries. 128 is a whole pair; 64 gives a pair to two CTAs, which prepare
+// the same factors, where pairs are too few to fill the GPU.
+template <int kValueRows_>
+struct Config {
+  static constexpr int kValueRows = kValueRows_;
+
+  // Warpgroups in this order: recurrence (64 value rows each), then prepare, whose last warp feeds TMA instead. Chunk c
+  // is prepared by warp c % kPrepareWarps in stage c % kStages.
+  static constexpr int kRecurrenceWarpgroups = kValueRows / 64;
+  static constexpr int kPrepareWarpgroups = kValueRows == 128 ? 2 : 3;
+  static constexpr int kRecurrenceWarps = 4 * kRecurrenceWarpgroups;
+  static constexpr int kPrepareWarps = 4 * kPrepareWarpgroups - 1;
+  static constexpr int kThreads = 128 * (kRecurrenceWarpgroups + kPrepareWarpgroups);
+  static constexpr int kStages = 11;
+
+  // Registers a thread: what the launch bounds give everyone, and what setmaxnreg makes of it.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kRecurrenceRegisters = kValueRows == 128 ? 152 : 168;
+  static constexpr int kPrepareRegisters = kValueRows == 128 ? 104 : 112;
+  static_assert(kRecurrenceRegisters * kRecurrenceWarpgroups + kPrepareRegisters * kPrepareWarpgroups <=
+                    kLaunchRegisters * (kRecurrenceWarpgroups + kPrepareWarpgroups),
+                "setmaxnreg would wait for ever");
+
+  // What TMA brings a stage: k, q and g, and the panels of V that hold the CTA's value rows.
+  static constexpr int kPanelBytes = kChunk * kPanel * int(sizeof(bf16));
+  static constexpr int kStageBytes = kPanelBytes * (3 * 2 + kValueRows / kPanel);
+};
+static_assert(Config<64>::kValueRows % kPanel == 0);
+
+// Sixteen tokens of a recurrence warp's sixteen value rows, on their way out.
+struct alignas(128) OutTile {
+  bf16 data[kChunk * 16];
+  // 16-byte halves of a token's 32 bytes, swizzled so that eight tokens' halves touch every bank once.
+  __device__ bf16* at(int token, int value) { return &data[token * 16 + (value ^ (token / 4 % 2 * 8))]; }
+};
+
+template <class Config>
+struct SharedStorage {
+  Stage stage[Config::kStages];
+  Scratch scratch[Config::kPrepareWarps];
+  OutTile out[Config::kRecurrenceWarps];
+  // Stage s goes round three owners, use after use; use number i is phase i of all three barriers.
+  //   loaded: one arrival (the feeding lane's, which announces the bytes) and the bytes hand it to its prepare warp.
+  //   full:   the prepare warp's 32 lanes hand it to the recurrence warps.
+  //   empty:  one arrival of each recurrence warp hands it back to the feeding lane, which waits for use i - 1 before
+  //   it
+  //           starts use i: parity (i - 1) % 2, and no wait for i = 0.
+  Barrier loaded[Config::kStages];
+  Barrier full[Config::kStages];
+  Barrier empty[Config::kStages];
+  int16_t order[kMostRanked];  // sequences, the longest first
+};
+static_assert(sizeof(SharedStorage<Config<128>>) <= 227 * 1024);
+static_assert(sizeof(SharedStorage<Config<64>>) <= 227 * 1024);
+
+}  // namespace flash_kda::sm90
