@@ -37,7 +37,7 @@ __device__ __forceinline__ void norms(Stage& stage, Scratch& scratch, float scal
   float k_sums[2][4] = {}, q_sums[2][4] = {};  // columns 0-7 and 8-15
   // The four matrices of an A operand are, in another order, those of two B operands.
   int const offset = tile_offset<2 * kChunk>(BlockPlace::of_a(lane));
-#pragma unroll 2
+#pragma unroll
   for (int b = 0; b < kHeadDim / 16; ++b) {
     uint32_t k[4], q[4];
     load_matrices(k, stage.kq.in_block(b, offset));
@@ -116,7 +116,7 @@ __device__ __forceinline__ void gram(Stage& stage, Scratch& scratch, int lane) {
   float l[2][4] = {}, m[2][4] = {};
   int const offset = tile_offset<2 * kChunk>(BlockPlace::of_a(lane));
   int const column_offset = tile_offset<kChunk>(BlockPlace::of_b(lane));
-#pragma unroll 2
+#pragma unroll
   for (int b = 0; b < kHeadDim / 16; ++b) {
     uint32_t k[4], q[4], columns[4];
     load_matrices(k, stage.kq.in_block(b, offset));
@@ -198,12 +198,18 @@ struct LaneGate {
   }
 };
 
-// All of it. Lane i < 16 brings beta_i. k, q and g have arrived in the stage; V is not touched. On return the factors
-// are written and the scratch may be reused.
+// The logit of beta that a lane brings: lane i < 16 that of row i. Rows past the end have none.
+__device__ __forceinline__ bf16 load_logit(bf16 const* logits, int64_t pitch, int64_t token, int valid, int lane) {
+  return lane < valid ? logits[(token + lane) * pitch] : bf16(0.f);
+}
+
+// All of it. k, q and g have arrived in the stage; V is not touched. On return the factors are written and the scratch
+// may be reused.
 __device__ __forceinline__ void prepare_chunk(Stage& stage, Scratch& scratch, LaneGate const& gate, float scale,
-                                              float beta, int valid, int lane) {
+                                              bf16 logit, int valid, int lane) {
   norms(stage, scratch, scale, lane);
-  if (lane < kChunk) scratch.beta[lane] = beta;
+  // Padded rows have a beta of zero, so that their U is zero. The logit is first used here: it came from device memory.
+  if (lane < kChunk) scratch.beta[lane] = lane < valid ? beta_of_logit(float(logit)) : 0.f;
   __syncwarp();
   factors(stage, scratch, gate.gate, gate.shifted_bias, valid, lane);
   __syncwarp();

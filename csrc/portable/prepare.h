@@ -47,14 +47,13 @@ __device__ __forceinline__ void prepare(FwdParams const& p, SharedStorage& share
   LaneGate const gate = LaneGate::of_head(p, head, lane);
   Rows const q = Rows::of(p.q, sequence, head), k = Rows::of(p.k, sequence, head);
   Rows const v = Rows::of(p.v, sequence, head), g = Rows::of(p.g, sequence, head);
-  bf16 const* const beta = first_row<bf16 const>(p.beta, sequence, head);
+  bf16 const* const logits = first_row<bf16 const>(p.beta, sequence, head);
 
   constexpr int kStride = kPrepareWarps * kChunk;
   uint32_t use = 0;
   for (int64_t token = warp * kChunk; token < sequence.length; token += kStride, ++use) {
     int const valid = int(min(sequence.length - token, int64_t(kChunk)));
-    // Lanes 0-15 carry a token's beta each. Padded rows have none, so that their U is zero.
-    float const strength = lane < valid ? beta_of_logit(float(beta[(token + lane) * p.beta.token_stride])) : 0.f;
+    bf16 const logit = load_logit(logits, p.beta.token_stride, token, valid, lane);
 
     if (use > 0) shared.empty[warp].wait((use - 1) % 2);
     copy_rows(stage.kq, 0, k, token, valid, lane);
@@ -71,7 +70,7 @@ __device__ __forceinline__ void prepare(FwdParams const& p, SharedStorage& share
 
     cute::cp_async_wait<1>();  // k, q and g are there; V may still be on its way
     __syncwarp();
-    prepare_chunk(stage, scratch, gate, p.scale, strength, valid, lane);
+    prepare_chunk(stage, scratch, gate, p.scale, logit, valid, lane);
     cute::cp_async_wait<0>();
     shared.full[warp].arrive();
   }

@@ -7,8 +7,18 @@
 
 namespace flash_kda::sm90 {
 
-// More sequences than these keep their order; the tail of the grid is short then anyway.
+// Limits of the plan that CTAs make of their work (schedule.h). Beyond them sequences keep their order and rounds
+// alternate: with so many items, the ends of the CTAs' lists lie close together anyway.
 constexpr int kMostRanked = 128;
+constexpr int kMostPlannedRounds = 12;
+constexpr int kMostPlannedCtas = 192;
+struct Plan {
+  alignas(16) int chunks[kMostPlannedCtas];  // of each CTA, in the rounds planned so far
+  int length[kMostRanked];                   // chunks of the sequences, the longest first
+  int16_t order[kMostRanked];                // which sequences those are
+  int16_t place[kMostPlannedRounds];         // this CTA's among the items of each round
+};
+static_assert(kMostPlannedCtas % 4 == 0);
 
 // kValueRows: value rows of a pair that a CTA carries. 128 is a whole pair; 64 gives a pair to two CTAs, which prepare
 // the same factors, where pairs are too few to fill the GPU.
@@ -32,6 +42,11 @@ struct Config {
   static_assert(kRecurrenceRegisters * kRecurrenceWarpgroups + kPrepareRegisters * kPrepareWarpgroups <=
                     kLaunchRegisters * (kRecurrenceWarpgroups + kPrepareWarpgroups),
                 "setmaxnreg would wait for ever");
+
+  // Where the recurrence fetches the decay: before it solves for U, or when U is there. Early hides the latency, late
+  // needs fewer registers and leaves shared memory to others; measured, the sooner is better where one warpgroup is
+  // alone.
+  static constexpr bool kDecayEarly = kValueRows == 64;
 
   // What TMA brings a stage: k, q and g, and the panels of V that hold the CTA's value rows.
   static constexpr int kPanelBytes = kChunk * kPanel * int(sizeof(bf16));
@@ -60,7 +75,7 @@ struct SharedStorage {
   Barrier loaded[Config::kStages];
   Barrier full[Config::kStages];
   Barrier empty[Config::kStages];
-  int16_t order[kMostRanked];  // sequences, the longest first
+  Plan plan;
 };
 static_assert(sizeof(SharedStorage<Config<128>>) <= 227 * 1024);
 static_assert(sizeof(SharedStorage<Config<64>>) <= 227 * 1024);

@@ -29,23 +29,23 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     cutlass::arch::fence_barrier_init();
   }
-  order_sequences(p, shared);
-  __syncthreads();
+  make_plan<Config>(p, shared.plan);  // ends with a block barrier
 
+  Schedule<Config> const schedule{p, shared.plan};
   WorkItem item;
   uint32_t chunk = 0;
   if (warp < Config::kRecurrenceWarps) {
     cutlass::arch::warpgroup_reg_alloc<Config::kRecurrenceRegisters>();
-    for (int round = 0; item_of_round(item, p, shared, round); ++round) recur(p, shared, item, chunk, warp, lane);
+    for (int round = 0; schedule.find(item, round); ++round) recur(p, shared, item, chunk, warp, lane);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::kPrepareRegisters>();
     if (warp < Config::kRecurrenceWarps + Config::kPrepareWarps) {
-      for (int round = 0; item_of_round(item, p, shared, round); ++round) {
+      for (int round = 0; schedule.find(item, round); ++round) {
         prepare(p, shared, item, chunk, warp - Config::kRecurrenceWarps, lane);
         chunk += item.chunks();
       }
     } else {
-      for (int round = 0; item_of_round(item, p, shared, round); ++round) {
+      for (int round = 0; schedule.find(item, round); ++round) {
         prefetch_state<Config>(p, item, lane);
         if (lane == 0) load(maps, shared, item, chunk);
         __syncwarp();

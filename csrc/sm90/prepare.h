@@ -36,12 +36,11 @@ __device__ __forceinline__ void prepare(FwdParams const& p, SharedStorage<Config
     RingPlace<Config> const place(chunk);
     Stage& stage = shared.stage[place.stage];
     int const valid = min(length - token, kChunk);
-    // Lanes 0-15 carry a token's beta each. Padded rows have none, so that their U is zero.
-    float const beta = lane < valid ? beta_of_logit(float(logits[int64_t(token + lane) * p.beta.token_stride])) : 0.f;
+    bf16 const logit = load_logit(logits, p.beta.token_stride, token, valid, lane);
 
     shared.loaded[place.stage].wait(place.use % 2);
     if (valid < kChunk) clear_rows(stage, valid, lane);
-    prepare_chunk(stage, scratch, gate, p.scale, beta, valid, lane);
+    prepare_chunk(stage, scratch, gate, p.scale, logit, valid, lane);
     cutlass::arch::fence_view_async_shared();  // wgmma reads the factors, and TMA will overwrite them
     shared.full[place.stage].arrive();
     chunk += Config::kPrepareWarps;

@@ -80,6 +80,14 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
   int const row = lane / 2, column = 8 * (lane % 2);
   bf16* out = first_row<bf16>(p.out, item.sequence, item.head) + row * p.out.token_stride + warp_value + column;
   BlockPlace const place = BlockPlace::of_b(lane);
+  // A chunk's O waits in the out tile until the next chunk's first products run. `left` tokens were left with that
+  // chunk.
+  auto const store_out = [&](int left) {
+    __syncwarp();  // every lane has written the out tile
+    if (row < left) *reinterpret_cast<uint4*>(out) = *reinterpret_cast<uint4 const*>(out_tile.at(row, column));
+    out += kChunk * p.out.token_stride;
+    __syncwarp();  // every lane has read it
+  };
 
 #pragma unroll 1
   for (int left = item.length(); left > 0; left -= kChunk, ++chunk) {
@@ -102,11 +110,20 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
       contract.accumulate_ = GMMA::ScaleOut::One;
     }
     warpgroup_commit_batch();
+    if (left < item.length()) store_out(left + kChunk);
     warpgroup_wait<0>();
     warpgroup_fence_operand(xo);
 #pragma unroll
     for (int i = 0; i < 4; ++i) warpgroup_fence_operand(v[i]);  // not to be awaited between the products
 
+    float4 decay[kHeadDim / 16];
+    auto const fetch_decay = [&] {
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 16; ++j) {
+        decay[j] = *reinterpret_cast<float4 const*>(stage.decay.pair(2 * j, lane % 4));
+      }
+    };
+    if constexpr (Config::kDecayEarly) fetch_decay();
 #pragma unroll
     for (int i = 0; i < 8; ++i) o(i) = xo(8 + i);
     // X = V - S' K+^T and A both in two bf16 parts; the product of the low parts is below fp32 rounding of the whole.
@@ -145,12 +162,7 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
     uint32_t const o_bits[4] = {pack_bf16(o(0), o(1)), pack_bf16(o(2), o(3)), pack_bf16(o(4), o(5)),
                                 pack_bf16(o(6), o(7))};
     store_matrices_transposed(o_bits, out_tile.at(place.row, place.column));
-    // What the update does not need is on its way before the update is awaited.
-    float4 decay[kHeadDim / 16];
-#pragma unroll
-    for (int j = 0; j < kHeadDim / 16; ++j) {
-      decay[j] = *reinterpret_cast<float4 const*>(stage.decay.pair(2 * j, lane % 4));
-    }
+    if constexpr (!Config::kDecayEarly) fetch_decay();
     warpgroup_wait<0>();
     warpgroup_fence_operand(state);
 #pragma unroll
@@ -159,12 +171,10 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
       state(4 * j) = __fmul_rn(state(4 * j), d.x), state(4 * j + 1) = __fmul_rn(state(4 * j + 1), d.y);
       state(4 * j + 2) = __fmul_rn(state(4 * j + 2), d.x), state(4 * j + 3) = __fmul_rn(state(4 * j + 3), d.y);
     }
-    __syncwarp();  // every lane has read the stage, and written the out tile
+    __syncwarp();  // every lane has read the stage
     if (lane == 0) shared.empty[s].arrive();
-    if (row < left) *reinterpret_cast<uint4*>(out) = *reinterpret_cast<uint4 const*>(out_tile.at(row, column));
-    out += kChunk * p.out.token_stride;
-    __syncwarp();  // every lane has read the out tile
   }
+  if (!is_empty) store_out((item.length() - 1) % kChunk + 1);
 
   store_final_state(state_rows, p, state_offset, is_empty ? 1.f : kShiftUp, lane);
 }

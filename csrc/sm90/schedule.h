@@ -18,37 +18,95 @@ struct WorkItem {
   __device__ int chunks() const { return (length() + kChunk - 1) / kChunk; }
 };
 
-// Orders the sequences by length, ties by index. To be called by the whole block, which synchronises before it reads
-// `order`.
+// Work items run over parts of the value rows, then heads, then sequences from the longest to the shortest. A round
+// gives every CTA one item, the longest to the CTA with the fewest tokens so far, as far as rounds are planned; later
+// ones go back and forth over the CTAs. Everyone plans for all, so that nobody has to ask.
 template <class Config>
-__device__ __forceinline__ void order_sequences(FwdParams const& p, SharedStorage<Config>& shared) {
-  static_assert(Config::kThreads >= kMostRanked);
-  int const n = threadIdx.x;
-  if (p.num_sequences > kMostRanked || n >= p.num_sequences) return;
-  int64_t const length = find_sequence(p, n).length;
-  int rank = 0;
-  for (int m = 0; m < p.num_sequences; ++m) {
-    int64_t const other = find_sequence(p, m).length;
-    rank += other > length || (other == length && m < n);
-  }
-  shared.order[rank] = int16_t(n);
-}
+struct Schedule {
+  static constexpr int kParts = kHeadDim / Config::kValueRows;
 
-// The CTA's item of a round, or false past the last. Items run over parts, then heads, then sequences from the longest
-// to the shortest; rounds go back and forth over the CTAs, so that who got a long one gets a short one next.
+  FwdParams const& p;
+  Plan const& plan;
+
+  __device__ int64_t items() const { return p.num_sequences * p.num_heads * kParts; }
+  __device__ int64_t sequence_of(int64_t item) const {
+    int64_t const rank = item / kParts / p.num_heads;
+    return p.num_sequences > kMostRanked ? rank : plan.order[rank];
+  }
+
+  // The CTA's item of a round, or false past its last.
+  __device__ bool find(WorkItem& item, int round) const {
+    int64_t const first = int64_t(round) * gridDim.x;
+    if (first >= items()) return false;
+    int const cta = round < kMostPlannedRounds ? plan.place[round]
+                    : round % 2                ? int(gridDim.x) - 1 - int(blockIdx.x)
+                                               : int(blockIdx.x);
+    int64_t const index = first + cta;
+    if (index >= items()) return false;
+    item.first_value = int(index % kParts) * Config::kValueRows;
+    item.head = int(index / kParts % p.num_heads);
+    item.sequence_index = sequence_of(index);
+    item.sequence = find_sequence(p, item.sequence_index);
+    return true;
+  }
+};
+
+// Fills the plan. By the whole block, which may read the plan on return.
 template <class Config>
-__device__ __forceinline__ bool item_of_round(WorkItem& item, FwdParams const& p, SharedStorage<Config> const& shared,
-                                              int round) {
-  constexpr int kParts = kHeadDim / Config::kValueRows;
-  int const cta = round % 2 ? int(gridDim.x) - 1 - int(blockIdx.x) : int(blockIdx.x);
-  int64_t const index = int64_t(round) * gridDim.x + cta;
-  if (index >= p.num_sequences * p.num_heads * kParts) return false;
-  int const rank = int(index / kParts / p.num_heads);
-  item.first_value = int(index % kParts) * Config::kValueRows;
-  item.head = int(index / kParts % p.num_heads);
-  item.sequence_index = p.num_sequences > kMostRanked ? rank : shared.order[rank];
-  item.sequence = find_sequence(p, item.sequence_index);
-  return true;
+__device__ __forceinline__ void make_plan(FwdParams const& p, Plan& plan) {
+  static_assert(Config::kThreads >= kMostRanked && Config::kThreads >= kMostPlannedCtas);
+  int const thread = threadIdx.x, ctas = int(gridDim.x);
+  bool const is_ranked = p.num_sequences <= kMostRanked;
+  auto const chunks_of = [&](int64_t n) { return int((find_sequence(p, n).length + kChunk - 1) / kChunk); };
+
+  // Sequences by length, ties by index.
+  bool const has_sequence = is_ranked && thread < p.num_sequences;
+  int const mine = has_sequence ? chunks_of(thread) : 0;
+  if (has_sequence) plan.chunks[thread] = mine;
+  __syncthreads();
+  if (has_sequence) {
+    int rank = 0;
+#pragma unroll 4
+    for (int m = 0; m < p.num_sequences; ++m) {
+      int const other = plan.chunks[m];
+      rank += other > mine || (other == mine && m < thread);
+    }
+    plan.order[rank] = int16_t(thread);
+    plan.length[rank] = mine;
+  }
+  __syncthreads();
+
+  // Without an order, or among equals, places go by index.
+  bool const is_planned = is_ranked && ctas <= kMostPlannedCtas && plan.length[0] != plan.length[p.num_sequences - 1];
+  if (thread < kMostPlannedRounds) plan.place[thread] = int16_t(blockIdx.x);
+  if (thread < kMostPlannedCtas) plan.chunks[thread] = thread < ctas ? 0 : 0x7fffffff;
+  __syncthreads();
+  if (!is_planned) return;
+
+  // Thread c follows CTA c: its place in a round is its rank by chunks, ties by index.
+  int64_t const items = p.num_sequences * p.num_heads * Schedule<Config>::kParts;
+  int const rounds = int(min((items + ctas - 1) / ctas, int64_t(kMostPlannedRounds)));
+  for (int round = 0; round < rounds; ++round) {
+    int place = 0;
+    if (thread < ctas) {
+      int const own = plan.chunks[thread];
+#pragma unroll 4
+      for (int c = 0; c < kMostPlannedCtas; c += 4) {
+        int4 const x = *reinterpret_cast<int4 const*>(&plan.chunks[c]);
+        place += x.x < own || (x.x == own && c < thread);
+        place += x.y < own || (x.y == own && c + 1 < thread);
+        place += x.z < own || (x.z == own && c + 2 < thread);
+        place += x.w < own || (x.w == own && c + 3 < thread);
+      }
+      if (thread == int(blockIdx.x)) plan.place[round] = int16_t(place);
+    }
+    __syncthreads();  // every thread has read the chunks
+    int64_t const item = int64_t(round) * ctas + place;
+    if (thread < ctas && item < items) {
+      plan.chunks[thread] += plan.length[item / Schedule<Config>::kParts / p.num_heads];
+    }
+    __syncthreads();
+  }
 }
 
 // The place of a chunk in the ring, from its number in the CTA's whole list.
