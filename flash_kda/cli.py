@@ -8,6 +8,7 @@ carried over.
 import argparse
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -49,20 +50,62 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0 fine, 1 an error bound exceeded, 2 unusable arguments."""
+    """Run the command line; returns the exit status.
+
+    0: fine. 1: an error bound was exceeded, the computation failed (out of memory, a failed kernel launch) or its
+    results could not be written. 2: unusable arguments.
+    """
     try:
         options = _parse(argv)
         if options.version:
             print(version())
             return 0
-        report = prefill(options.text, options.heads, _device(options.device), options.seed)
+        device = _device(options.device)
     except UsageError as error:
-        print(f"flash_kda: error: {error}", file=sys.stderr)
-        return 2
+        return _fail(error, 2)
+    try:
+        report = prefill(options.text, options.heads, device, options.seed)
+    except (RuntimeError, MemoryError) as error:
+        # PyTorch's messages run over many lines, the first of which names the failure.
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        return _fail(f"the computation failed: {reason}", 1)
     if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        try:
+            _write(options.json, json.dumps(report, indent=2) + "\n")
+        except OSError as error:
+            return _fail(f"--json {options.json}: cannot be written: {error.strerror}", 1)
     _print(report)
     return 0 if all(check["ok"] for check in report["checks"]) else 1
+
+
+def _fail(message, status):
+    print(f"flash_kda: error: {message}", file=sys.stderr)
+    return status
+
+
+def _write(path, text):
+    """All of the text or nothing: a file of that name is replaced once the text is on the disk beside it."""
+    if path.exists() and not path.is_file():  # a pipe or a terminal; a directory, which raises
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()  # a link's target is replaced, not the link
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _check_writable(path):
+    """OSError where `_write` would raise one, with nothing left behind."""
+    if path.exists():
+        path.open("a", encoding="utf-8").close()
+    if not path.exists() or path.is_file():
+        path = path.resolve()
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.touch()
+        temporary.unlink()
 
 
 def _parse(argv):
@@ -79,7 +122,7 @@ def _parse(argv):
     parser = _Parser(
         prog="python -m flash_kda",
         description="Prefill a text through Kimi Delta Attention heads: speed, accuracy, streaming against one call.",
-        epilog="Exit status: 0 fine, 1 an error bound was exceeded, 2 unusable arguments or text.",
+        epilog="Exit status: 0 fine, 1 an error bound was exceeded or the computation failed, 2 unusable arguments.",
     )
     parser.add_argument(
         "--text", metavar="FILE", help="UTF-8 text, - for standard input (default: one that ships along)"
@@ -91,10 +134,14 @@ def _parse(argv):
     parser.add_argument("--version", action="store_true", help="print version, archs and CUDA built for, and exit")
     options = parser.parse_args(argv)
     if not options.version:
+        try:
+            schedule()
+        except ValueError as error:
+            raise UsageError(error) from None
         options.text = _paragraphs(options.text)
         if options.json:
             try:
-                options.json.open("a", encoding="utf-8").close()
+                _check_writable(options.json)
             except OSError as error:
                 raise UsageError(f"--json {options.json}: cannot be written: {error.strerror}") from None
     return options
@@ -248,15 +295,15 @@ def prefill(paragraphs: list[bytes], heads: int, device: torch.device, seed: int
     return report
 
 
-def stream(inputs: dict, out: torch.Tensor, state: torch.Tensor, piece_tokens: int = PIECE_TOKENS) -> int:
-    """Run the packed sequences in pieces of `piece_tokens`, `state` [N, H, V, K] updated in place; returns how many.
+def stream(inputs: dict, out: torch.Tensor, state: torch.Tensor) -> int:
+    """Run the packed sequences in pieces of PIECE_TOKENS, `state` [N, H, V, K] updated in place; returns how many.
 
     A sequence that a boundary cuts goes on in the next piece from the state that the piece before left.
     """
     bounds = inputs["cu_seqlens"].tolist()
-    starts = range(0, bounds[-1], piece_tokens)
+    starts = range(0, bounds[-1], PIECE_TOKENS)
     for start in starts:
-        end = min(start + piece_tokens, bounds[-1])
+        end = min(start + PIECE_TOKENS, bounds[-1])
         inside = [n for n in range(len(bounds) - 1) if bounds[n] < end and bounds[n + 1] > start]
         first, last = inside[0], inside[-1] + 1
         piece = {name: inputs[name][:, start:end] for name in ("q", "k", "v", "g", "beta")}

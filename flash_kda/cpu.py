@@ -24,9 +24,10 @@ import torch
 from flash_kda.recurrence import L2_EPSILON, sequence_bounds
 
 CHUNK = 16
-# Rows of 128 channels (tokens times heads) processed together: large enough to amortise a PyTorch call, small enough
-# that the working buffers, 1 MB each, stay in cache and memory use does not grow with the input.
-BLOCK_ROWS = 2048
+# Rows of 128 channels (tokens times heads) processed together: large enough to amortise a PyTorch call, which costs
+# more than what a smaller block gains in the cache, and bounded, so that memory use does not grow with the input.
+BLOCK_ROWS = 8192
+BUFFERS = 6  # of that many rows, in which a block works
 
 
 @torch.inference_mode()
@@ -54,25 +55,35 @@ def fwd_cpu(
         for n, (start, length) in enumerate(zip(starts, lengths, strict=True))
     ]
     sequences.sort(key=lambda sequence: -sequence[3])
-    gate = (A_log.exp().neg()[:, None, None], dt_bias[:, None, :], lower_bound)
+    # Cumulative sums within a chunk, and those of the tokens after each, are products with triangles of lower_bound.
+    ones = torch.ones(CHUNK, CHUNK)
+    sums = torch.cat((ones.tril(), ones.triu(1))).mul_(lower_bound)
+    gate = (A_log.exp().neg()[:, None, None], dt_bias[:, None, :], sums)
     tensors = (q, k, v, g, beta)
 
+    # One piece of memory for all blocks: fresh buffers would cost as much in page faults as the computation itself.
+    workspace = torch.empty(BUFFERS, max(BLOCK_ROWS, CHUNK * H) * 128)
     group = max(1, BLOCK_ROWS // (CHUNK * H))
+    checksum = 0.0
     for i in range(0, len(sequences), group):
-        _forward(sequences[i : i + group], tensors, scale, gate, out, initial_state, final_state)
+        part = sequences[i : i + group]
+        checksum += _forward(part, tensors, scale, gate, out, initial_state, final_state, workspace)
 
-    if not all(math.isfinite(x.sum()) for x in tensors):
+    if not math.isfinite(checksum):
         # In a matrix product 0 * NaN is NaN, so a NaN or Inf input also reaches earlier rows of its own chunk. The
         # tokens before it do not depend on it: they are computed again, as the sequence that ends there.
         finite = torch.stack([x.isfinite().flatten(2).all(-1) for x in tensors]).all(0)
         for n, b, start, length in sequences:
             prefix = int(finite[b, start : start + length].int().cumprod(0).sum())
             if 0 < prefix < length:
-                _forward([(n, b, start, prefix)], tensors, scale, gate, out, initial_state, None)
+                _forward([(n, b, start, prefix)], tensors, scale, gate, out, initial_state, None, workspace)
 
 
-def _forward(sequences, tensors, scale, gate, out, initial_state, final_state):
-    """Run some (index, batch row, first token, length) `sequences`, longest first, from start to end."""
+def _forward(sequences, tensors, scale, gate, out, initial_state, final_state, workspace):
+    """Run some (index, batch row, first token, length) `sequences`, longest first, from start to end.
+
+    Returns a sum over out, which is not finite if an element of it is not.
+    """
     H = tensors[0].shape[2]
     index = torch.tensor([n for n, *_ in sequences])
     if initial_state is None:
@@ -81,6 +92,7 @@ def _forward(sequences, tensors, scale, gate, out, initial_state, final_state):
         # Kept transposed, [K, V], which makes both products with it plain row-major ones.
         state = initial_state[index].transpose(2, 3).float().contiguous()
 
+    checksum = torch.zeros(())
     token = 0
     running = len(sequences)
     while True:
@@ -95,11 +107,12 @@ def _forward(sequences, tensors, scale, gate, out, initial_state, final_state):
             (i, b, start + token, min(length - token, chunks * CHUNK))
             for i, (_, b, start, length) in enumerate(sequences[:running])
         ]
-        _block(parts, chunks, tensors, scale, gate, out, state[:running])
+        checksum += _block(parts, chunks, tensors, scale, gate, out, state[:running], workspace)
         token += chunks * CHUNK
 
     if final_state is not None:
         final_state[index] = state.transpose(2, 3).to(final_state.dtype)
+    return checksum.item()
 
 
 def _pieces(parts):
@@ -112,17 +125,25 @@ def _pieces(parts):
             yield i, slice(whole, whole + 1), b, slice(start + whole * CHUNK, start + length), length % CHUNK
 
 
-def _block(parts, chunks, tensors, scale, gate, out, state):
-    """Advance the running sequences by `chunks` chunks: write their rows of out, update `state` [running, H, K, V]."""
+def _block(parts, chunks, tensors, scale, gate, out, state, workspace):
+    """Advance the running sequences by `chunks` chunks: write their rows of out, update `state` [running, H, K, V].
+
+    Returns the sum of the rows written.
+    """
     running, H = state.shape[:2]
     shape = (chunks, running, H, CHUNK)
-    tails = [(where, i, rows) for i, where, _, _, rows in _pieces(parts) if rows < CHUNK]
+    pieces = list(_pieces(parts))
+    tails = [(where, i, rows) for i, where, _, _, rows in pieces if rows < CHUNK]
+    matrices = chunks * running * H
 
-    def load(x, buffer=None):
+    def buffer(first, count=1):
+        """`count` buffers of the workspace from the `first` on, as [matrices, count * CHUNK, 128]."""
+        return workspace[first : first + count].view(-1)[: matrices * count * CHUNK * 128].view(matrices, -1, 128)
+
+    def load(x, buffer):
         """Tokens of x [B, T, H, ...] as fp32 [chunks, running, H, CHUNK, ...], zero past a sequence's end."""
-        buffer = torch.empty(shape + x.shape[3:]) if buffer is None else buffer
-        for i, where, b, tokens, rows in _pieces(parts):
-            buffer[where, i, :, :rows] = x[b, tokens].unflatten(0, (-1, rows)).transpose(1, 2)
+        for i, where, b, tokens, rows in pieces:
+            buffer[where, i, :, :rows].copy_(x[b, tokens].unflatten(0, (-1, rows)).transpose(1, 2))
         return clear_tails(buffer)
 
     def clear_tails(buffer):
@@ -138,45 +159,45 @@ def _block(parts, chunks, tensors, scale, gate, out, state):
         # depends on the size of the tensor.
         return clear_tails(x.exp_().add_(1).reciprocal_())
 
-    matrices = chunks * running * H
-    both = torch.empty(matrices, 2 * CHUNK, 128)  # W above Q+, the rows that meet the incoming state
-    W, q = both[:, :CHUNK], both[:, CHUNK:]
-    load(tensors[0], q.unflatten(0, shape[:3]))
-    k, v, g, beta = map(load, tensors[1:])
-    k, v = k.view(matrices, CHUNK, 128), v.view(matrices, CHUNK, 128)
-    negated_slope, dt_bias, lower_bound = gate
-    g = sigmoid_of_negated(g.add_(dt_bias).mul_(negated_slope)).view(matrices, CHUNK, 128)
-    beta = sigmoid_of_negated(beta.neg_()).view(matrices, CHUNK)
+    both = buffer(0, 2)  # K+ above Q+
+    k_plus, q = both[:, :CHUNK], both[:, CHUNK:]
+    k, g, decay = buffer(2), buffer(3), buffer(4, 2)
+    negated_slope, dt_bias, sums = gate
+    sigmoid_of_negated(load(tensors[3], g.view(*shape, 128)).add_(dt_bias).mul_(negated_slope))
+    beta = sigmoid_of_negated(load(tensors[4], torch.empty(shape)).neg_()).view(matrices, CHUNK)
 
-    # e^{G_i} above e^{G_C - G_j}: cumulative sums within a chunk are a product with a triangular matrix of lower_bound.
-    ones = torch.ones(CHUNK, CHUNK)
-    sums = torch.cat((ones.tril(), ones.triu(1))).mul_(lower_bound)
-    decay = torch.bmm(sums.expand(matrices, -1, -1), g).exp_()
+    # e^{G_i} above e^{G_C - G_j}
+    torch.bmm(sums.expand(matrices, -1, -1), g, out=decay).exp_()
     to_here, to_end = decay[:, :CHUNK], decay[:, CHUNK:]
     chunk_decay = to_here[:, -1, :, None].clone()
 
+    load(tensors[0], q.unflatten(0, shape[:3]))
     q.mul_(inverse_norm(q).mul_(scale)).mul_(to_here)
+    load(tensors[1], k.view(*shape, 128))
     k.mul_(inverse_norm(k))
-    k_plus = torch.mul(k, to_here, out=g)
+    torch.mul(k, to_here, out=k_plus)
     k_minus = torch.div(k, to_here, out=to_here).mT
     k_end = k.mul_(to_end).mT
     # The triangular solve reads neither L's diagonal nor what is above it.
-    L = torch.bmm(k_plus, k_minus).mul_(beta[..., None])
+    L, M = torch.bmm(both, k_minus).split(CHUNK, 1)
+    L = L * beta[..., None]
+    M = M.tril()
     A = torch.linalg.solve_triangular(L, beta.diag_embed(), upper=False, unitriangular=True)
-    M = torch.bmm(q, k_minus).mul_(ones.tril())
-    torch.bmm(A, k_plus, out=W)
-    U = torch.bmm(A, v)
+    # g and the decays are no longer needed, and their memory is.
+    W = torch.bmm(A, k_plus, out=buffer(4))
+    v = buffer(5)
+    load(tensors[2], v.view(*shape, 128))
+    U = torch.bmm(A, v, out=g)
+    o = v
 
-    per_chunk = (chunks, running * H)
-    from_state = torch.empty_like(both)
     S = state.view(running * H, 128, 128)
-    for both_c, k_end_c, decay_c, U_c, from_state_c in zip(
-        *(x.unflatten(0, per_chunk) for x in (both, k_end, chunk_decay, U, from_state)), strict=True
-    ):
-        torch.bmm(both_c, S, out=from_state_c)
-        U_c.sub_(from_state_c[:, :CHUNK])
+    by_chunk = (x.unflatten(0, (chunks, -1)).unbind() for x in (W, q, k_end, chunk_decay, U, o))
+    for W_c, q_c, k_end_c, decay_c, U_c, o_c in zip(*by_chunk, strict=True):
+        U_c.baddbmm_(W_c, S, alpha=-1)
+        torch.bmm(q_c, S, out=o_c)
         S.mul_(decay_c).baddbmm_(k_end_c, U_c)
 
-    o = from_state[:, CHUNK:].add_(torch.bmm(M, U)).unflatten(0, shape[:3])
-    for i, where, b, tokens, rows in _pieces(parts):
-        out[b, tokens].unflatten(0, (-1, rows)).copy_(o[where, i, :, :rows].transpose(1, 2))
+    o.baddbmm_(M, U)
+    for i, where, b, tokens, rows in pieces:
+        out[b, tokens].unflatten(0, (-1, rows)).copy_(o.unflatten(0, shape[:3])[where, i, :, :rows].transpose(1, 2))
+    return o.sum()

@@ -7,7 +7,7 @@ import torch
 
 from flash_kda.validation import in_common_form, validate
 
-SCHEDULES = ("auto", "portable")
+SCHEDULES = ("auto", "portable", "sm90")
 
 _extension = None
 
@@ -71,7 +71,7 @@ def fwd(
         o_t  = scale * S q_t
 
     Args:
-        q, k: bf16 [B, T, H, K], query and key before normalisation.
+        q, k: bf16 [B, T, H, K], query and key before normalisation; H >= 1.
         v: bf16 [B, T, H, V], value.
         g: bf16 [B, T, H, K], gate before activation.
         beta: bf16 [B, T, H], logits, any strides.
@@ -87,21 +87,30 @@ def fwd(
             cu_seqlens[n + 1]. Without it every batch row is a sequence and N = B.
 
     q, k, v, g and out may have any batch, token and head strides that are multiples of 8 elements, with contiguous
-    channels and a 16-byte aligned address, which the states need, too; A_log, dt_bias, the states and cu_seqlens are
-    contiguous. Nothing is copied. `out` and `final_state` overlap no other argument and `out` does not overlap itself.
+    channels; A_log, dt_bias, the states and cu_seqlens are contiguous. q, k, v, g, out and both states start at 16-byte
+    aligned addresses. Nothing is copied. `out` and `final_state` overlap no other argument and `out` does not overlap
+    itself.
 
-    A zero-length sequence copies its initial state (or zeros) to its final state; T = 0 and N = 0 are legal. Rows of
-    `out` that no sequence covers stay as they are. cu_seqlens is not read by the host on a GPU: entries are clamped
-    instead of checked, to start = clamp(cu_seqlens[n], 0, T) and end = clamp(cu_seqlens[n + 1], start, T).
+    A zero-length sequence copies its initial state (or zeros) to its final state to the last bit; T = 0 and N = 0 are
+    legal. Rows of `out` that no sequence covers stay as they are. cu_seqlens is not read by the host on a GPU: entries
+    are clamped instead of checked, to start = clamp(cu_seqlens[n], 0, T) and end = clamp(cu_seqlens[n + 1], start, T).
+
+    Range: the GPU kernels shift factors by up to 2^57, so |u_t| (about |v_t|) up to 2^69 and states from 2^-69 up come
+    through without overflow or lost bits. A NaN or an Inf in a token never reaches another sequence. The CPU path keeps
+    it from every earlier token, too; on a GPU it may reach earlier tokens of the same chunk of 16 (0 * NaN in a matrix
+    product), never earlier chunks.
 
     CUDA tensors: asynchronous on torch's current stream of their device, without host synchronisation, safe to capture
-    in a CUDA graph. FLASH_KDA_SCHEDULE = auto | portable picks the kernels. CPU tensors: chunked PyTorch, fp32 inside.
+    in a CUDA graph. FLASH_KDA_SCHEDULE = auto | portable | sm90 picks the kernels: sm90 runs on compute capability 9.0,
+    portable everywhere, auto is sm90 where that runs. Their results agree to the bit.
+    CPU tensors: chunked PyTorch, fp32 inside, whatever the schedule.
 
     Raises (before anything is written; the message names the argument, what was expected and what came):
         TypeError: an argument of a wrong type or dtype.
         ValueError: a wrong shape, device, stride, value or overlap; a tensor that requires grad while grad mode is on
             (there is no backward pass); an unknown FLASH_KDA_SCHEDULE.
-        RuntimeError: CUDA tensors without kernels for their device in this installation, or a failed launch.
+        RuntimeError: CUDA tensors without kernels for their device in this installation, a schedule that their device
+            does not run, or a failed launch.
     """
     arguments = (q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens)
     try:

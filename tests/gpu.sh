@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# On a GPU machine: sets up and builds, runs the GPU tests, the benchmark and compute-sanitizer, and writes tests/gpu_record.json.
-# Exit status 1, and a record that says so, if anything fails. Logs, plots and raw results: tests/output.
+# On a GPU machine: sets up and builds, runs the GPU tests, the benchmark and compute-sanitizer, and writes
+# tests/gpu_record.json. Exit status 1, and a record that says so, if anything fails. Logs, plots and raw results:
+# tests/output.
 set -uo pipefail
 SANITIZER_TOOLS="memcheck racecheck"
 SANITIZER_SECONDS=90
@@ -19,8 +20,8 @@ write_record() {
     trap - EXIT
     if [ ${#steps[@]} = 0 ]; then steps=("set-up and build=exit status $status"); fi
     [ -n "${PYTHON:-}" ] || exit "$status"
-    "$PYTHON" tests/gpu_record.py --junit "$output/tests.xml" --benchmark "$output/benchmark.json" --sanitizer "$output" \
-        "${steps[@]/#/--step=}" || exit 1
+    "$PYTHON" tests/gpu_record.py --junit "$output/tests.xml" --benchmark "$output/benchmark.json" \
+        --sanitizer "$output" "${steps[@]/#/--step=}" || exit 1
     exit 0
 }
 

@@ -5,8 +5,10 @@
 Without torch's caching allocator each tensor is an allocation of its own, so that an access past its end is seen.
 """
 
+import os
 from itertools import cycle
 
+import schedules
 import torch
 from inputs import HEAD_DIM, cu_seqlens_of, make_inputs
 
@@ -39,7 +41,7 @@ def call(B, T, H, initial, final_dtype, cu_seqlens=None):
     flash_kda.fwd(**inputs, out=torch.empty_like(inputs["v"]), final_state=state, cu_seqlens=cu_seqlens)
 
 
-def main():
+def grid():
     states = cycle(STATES)
     for B, T, lengths in GRID:
         for H in (1, 3):
@@ -47,7 +49,17 @@ def main():
     for cu_seqlens in CLAMPED:
         call(1, 37, 2, *next(states), torch.tensor(cu_seqlens, device="cuda"))
     torch.cuda.synchronize()
-    print(f"{2 * len(GRID) + len(CLAMPED)} calls")
+
+
+def main():
+    for schedule in schedules.SCHEDULES:
+        reason = schedules.why_not(schedule)
+        if reason:
+            print(f"{schedule}: skipped, {reason}")
+            continue
+        os.environ["FLASH_KDA_SCHEDULE"] = schedule
+        grid()
+        print(f"{schedule}: {2 * len(GRID) + len(CLAMPED)} calls")
 
 
 if __name__ == "__main__":

@@ -3,4 +3,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 setup_env test
-exec "$PYTHON" -m pytest tests -rs "$@"
+exec "$PYTHON" -m pytest tests -rfEs "$@"

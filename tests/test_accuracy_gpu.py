@@ -1,6 +1,7 @@
 """flash_kda.fwd on a GPU against the fp64 recurrence: the accuracy table, gate sweep, large states, extreme gates."""
 
 import pytest
+import schedules
 import torch
 from accuracy import BOUNDS, TABLE, record_error, reference
 from inputs import GATE_KINDS, HEAD_DIM, cu_seqlens_of, make_inputs, relative_error
@@ -15,9 +16,9 @@ T, H = 1024, 4
 NO_DECAY_BOUNDS = (5.0e-3, 4.0e-3)
 
 
-@pytest.fixture(autouse=True, params=["portable"])
+@pytest.fixture(autouse=True, params=schedules.SCHEDULES)
 def schedule(request, monkeypatch):
-    monkeypatch.setenv("FLASH_KDA_SCHEDULE", request.param)
+    schedules.use(request.param, monkeypatch)
     return request.param
 
 

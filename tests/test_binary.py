@@ -118,10 +118,10 @@ def test_binding_takes_the_call_that_the_package_makes():
     """The number and types of its arguments show on any machine: nothing is launched here."""
     from flash_kda import _C
 
-    tensors, addresses, sizes = (0, 0, 0, 0) * 6, (0,) * 5, (1, 16, 1, 1)
-    with pytest.raises(ValueError, match="schedule must be .*, got no such schedule"):
+    tensors, addresses, sizes = (0, 0, 0, 0) * 6, (0,) * 5, (16, 1, 1)
+    with pytest.raises(ValueError, match="schedule.* auto, portable or sm90, got no such schedule"):
         _C.fwd(*tensors, *addresses, *sizes, 1.0, -5.0, True, 0, 0, "no such schedule")
-    no_sequences = (0, 0, 1, 0)
+    no_sequences = (0, 1, 0)
     assert _C.fwd(*tensors, *addresses, *no_sequences, 1.0, -5.0, True, 0, 0, "auto") is None
 
 

@@ -90,13 +90,86 @@ def test_unusable_options(arguments):
     assert_refused(run(*arguments), arguments[0])
 
 
-def test_json_is_refused_before_the_computation(tmp_path):
-    assert_refused(run("--json", tmp_path / "none" / "report.json"), "report.json", "cannot be written")
-    assert_refused(run("--json", tmp_path), "cannot be written")
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("A paragraph of some length. " * 5 + "\n\n" + "Another one. " * 12, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def main(text, monkeypatch):
+    """The command line on a short text, one head, and pieces that cut it."""
+    monkeypatch.setattr(cli, "PIECE_TOKENS", 100)
+    return lambda *arguments: cli.main(["--device", "cpu", "--heads", "1", "--text", str(text), *map(str, arguments)])
+
+
+def failing(error):
+    def fwd(**arguments):
+        raise error
+
+    return fwd
+
+
+def test_unknown_schedule(main, monkeypatch, capsys):
+    monkeypatch.setenv("FLASH_KDA_SCHEDULE", "fastest")
+    assert_refused((main(), *capsys.readouterr()), "FLASH_KDA_SCHEDULE", "'fastest'")
+
+
+def test_json_is_refused_before_the_computation(main, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "prefill", failing(AssertionError("computed all the same")))
+    for path in (tmp_path / "none" / "report.json", tmp_path, tmp_path / ("name" * 100)):
+        assert_refused((main("--json", path), *capsys.readouterr()), str(path), "cannot be written")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore."), "out of memory. Tried"),
+        (RuntimeError("flash_kda: the kernel launch failed: cudaErrorIllegalAddress"), "kernel launch failed"),
+        (MemoryError(), "MemoryError"),
+    ],
+    ids=["GPU memory", "launch", "memory"],
+)
+@pytest.mark.parametrize("before", [None, "an older report"])
+def test_a_failed_computation(main, tmp_path, monkeypatch, capsys, error, words, before):
+    """One line, exit status 1, and --json's file is as it was."""
+    path = tmp_path / "report.json"
+    if before:
+        path.write_text(before)
+    monkeypatch.setattr(cli, "fwd", failing(error))
+    assert main("--json", path) == 1
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("flash_kda: error: the computation failed: ") and err.count("\n") == 1
+    assert words in err
+    assert [(file, file.read_text()) for file in tmp_path.iterdir()] == ([(path, before)] if before else [])
+
+
+def test_json_replaces_a_link_s_target(main, tmp_path):
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    target.write_text("an older report")
+    link.symlink_to(target)
+    assert main("--json", link) == 0
+    assert link.is_symlink() and json.loads(target.read_text())["heads"] == 1
+    assert set(tmp_path.iterdir()) == {target, link}
+
+
+def test_seed(main, tmp_path):
+    """The same seed gives the same numbers, another seed other ones."""
+    path = tmp_path / "report.json"
+    errors = []
+    for seed in (3, 3, 4):
+        assert main("--seed", seed, "--json", path) == 0
+        report = json.loads(path.read_text())
+        assert report["seed"] == seed
+        errors.append([check["error"] for check in report["checks"]])
+    assert errors[0] == errors[1]
+    assert all(a != b for a, b in zip(errors[0], errors[2], strict=True))
 
 
 @pytest.mark.parametrize("part", ["out", "final_state"])
-def test_exit_status_one_beyond_a_bound(monkeypatch, capsys, part):
+def test_exit_status_one_beyond_a_bound(main, monkeypatch, capsys, part):
     """A kernel that is one per cent off is caught by the comparison with the recurrence."""
 
     def slightly_wrong(**arguments):
@@ -104,7 +177,7 @@ def test_exit_status_one_beyond_a_bound(monkeypatch, capsys, part):
         arguments[part].mul_(1.01)
 
     monkeypatch.setattr(cli, "fwd", slightly_wrong)
-    assert cli.main(["--device", "cpu", "--heads", "1"]) == 1
+    assert main() == 1
     assert "EXCEEDED" in capsys.readouterr().out
 
 

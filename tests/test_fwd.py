@@ -3,6 +3,7 @@
 from itertools import cycle, pairwise, product
 
 import pytest
+import schedules
 import torch
 from guarded import Guarded, assert_same_bits
 from inputs import GATE_KINDS, HEAD_DIM, cu_seqlens_of, make_inputs
@@ -27,9 +28,9 @@ STATE_MODES = (
 TOKEN_INPUTS = ("q", "k", "v", "g", "beta")
 
 
-@pytest.fixture(autouse=True, params=["portable"])
+@pytest.fixture(autouse=True, params=schedules.SCHEDULES)
 def schedule(request, monkeypatch):
-    monkeypatch.setenv("FLASH_KDA_SCHEDULE", request.param)
+    schedules.use(request.param, monkeypatch)
     return request.param
 
 
@@ -74,15 +75,21 @@ def fwd(inputs, cu_seqlens=None, final_dtype=torch.float32):
     return out.tensor, None if final is None else final.tensor
 
 
-def check_against_reference(inputs, mode, cu_seqlens=None):
+@pytest.fixture
+def check_against_reference(monkeypatch):
+    """Compares every schedule that the device runs with one run of the reference, which takes far longer than they."""
     from torch_ref import forward
 
-    initial, final, dtype = mode
-    out, final_state = fwd(inputs, cu_seqlens, dtype if final else None)
-    expected_out, expected_state = forward(**inputs, cu_seqlens=cu_seqlens, state_dtype=dtype)
-    assert_same_bits(out, expected_out, "out")
-    if final:
-        assert_same_bits(final_state, expected_state, "final_state")
+    def check(inputs, mode, cu_seqlens=None):
+        initial, final, dtype = mode
+        expected_out, expected_state = forward(**inputs, cu_seqlens=cu_seqlens, state_dtype=dtype)
+        for name in schedules.each(monkeypatch):
+            out, final_state = fwd(inputs, cu_seqlens, dtype if final else None)
+            assert_same_bits(out, expected_out, f"out of schedule {name}")
+            if final:
+                assert_same_bits(final_state, expected_state, f"final_state of schedule {name}")
+
+    return check
 
 
 def cut(inputs, start, end, sequence=None):
@@ -99,44 +106,48 @@ def packed_inputs(lengths, H, kind="long", seed=0, state_dtype=torch.float32):
 
 
 class TestAgainstReference:
+    @pytest.fixture(autouse=True)
+    def schedule(self):
+        """In place of the module's: each test runs every schedule."""
+
     @pytest.mark.parametrize("T, H, mode, kind", cases(product(LENGTHS, HEADS)))
-    def test_one_sequence(self, T, H, mode, kind):
+    def test_one_sequence(self, check_against_reference, T, H, mode, kind):
         check_against_reference(make_inputs(kind, 1, T, H, "cuda", T + H, mode[2] if mode[0] else None), mode)
 
     @pytest.mark.parametrize("name, H, mode, kind", cases(product(map(packing_name, PACKINGS), HEADS)))
-    def test_packed(self, name, H, mode, kind):
+    def test_packed(self, check_against_reference, name, H, mode, kind):
         lengths = next(lengths for lengths in PACKINGS if packing_name(lengths) == name)
         inputs, cu_seqlens = packed_inputs(lengths, H, kind, len(lengths) + H, mode[2] if mode[0] else None)
         check_against_reference(inputs, mode, cu_seqlens)
 
     @pytest.mark.parametrize("B, T, H", [(8, 1024, 32), (3, 37, 4)])
-    def test_batch(self, B, T, H):
+    def test_batch(self, check_against_reference, B, T, H):
         mode = (True, True, torch.float32)
         check_against_reference(make_inputs("long", B, T, H, "cuda", 5, torch.float32), mode)
 
     @pytest.mark.parametrize("kind", GATE_KINDS)
     @pytest.mark.parametrize("mode", STATE_MODES, ids=state_name)
     @pytest.mark.parametrize("T", [1, 16, 37])
-    def test_every_state_mode(self, T, mode, kind):
+    def test_every_state_mode(self, check_against_reference, T, mode, kind):
         check_against_reference(make_inputs(kind, 2, T, 4, "cuda", T, mode[2] if mode[0] else None), mode)
 
     @pytest.mark.parametrize("mode", STATE_MODES, ids=state_name)
-    def test_every_state_mode_packed(self, mode):
+    def test_every_state_mode_packed(self, check_against_reference, mode):
         inputs, cu_seqlens = packed_inputs([17, 33, 65], 4, state_dtype=mode[2] if mode[0] else None)
         check_against_reference(inputs, mode, cu_seqlens)
 
     @pytest.mark.parametrize("mode", STATE_MODES, ids=state_name)
-    def test_zero_length_sequences_between_others(self, mode):
+    def test_zero_length_sequences_between_others(self, check_against_reference, mode):
         lengths = [0, 5, 0, 0, 33, 16, 0]
         inputs, cu_seqlens = packed_inputs(lengths, 4, state_dtype=mode[2] if mode[0] else None)
         check_against_reference(inputs, mode, cu_seqlens)
 
-    def test_4096_sequences(self):
+    def test_4096_sequences(self, check_against_reference):
         inputs, cu_seqlens = packed_inputs([n % 4 for n in range(4096)], 4)
         check_against_reference(inputs, (True, True, torch.float32), cu_seqlens)
 
     @pytest.mark.parametrize("lower_bound, scale", [(-5.0, 1.0), (-1.0, -0.25), (-1e-3, 0.5)])
-    def test_scale_and_lower_bound(self, lower_bound, scale):
+    def test_scale_and_lower_bound(self, check_against_reference, lower_bound, scale):
         inputs = make_inputs("random", 1, 97, 4, "cuda", 1, torch.float32)
         inputs |= {"lower_bound": lower_bound, "scale": scale}
         check_against_reference(inputs, (True, True, torch.float32))
@@ -527,5 +538,5 @@ class TestRejectedCalls:
     def test_unknown_schedule(self, monkeypatch):
         monkeypatch.setenv("FLASH_KDA_SCHEDULE", "fastest")
         inputs = make_inputs("random", 1, 16, 1, "cuda")
-        with pytest.raises(ValueError, match="portable"):
+        with pytest.raises(ValueError, match="auto, portable, sm90"):
             flash_kda.fwd(**inputs, out=torch.empty_like(inputs["v"]))

@@ -10,6 +10,7 @@ import torch
 from inputs import cu_seqlens_of, make_inputs
 
 import flash_kda
+from flash_kda.interface import SCHEDULES
 from flash_kda.validation import in_common_form, validate
 
 ORDER = tuple(inspect.signature(flash_kda.fwd).parameters)
@@ -236,11 +237,12 @@ def test_requires_grad(call, name):
 
 def test_schedule(call, monkeypatch):
     monkeypatch.setenv("FLASH_KDA_SCHEDULE", "fastest")
-    with pytest.raises(ValueError, match=r"^FLASH_KDA_SCHEDULE: expected one of auto, portable, got 'fastest'"):
+    with pytest.raises(ValueError, match=r"^FLASH_KDA_SCHEDULE: expected one of auto, portable, sm90, got 'fastest'"):
         flash_kda.fwd(**call)
     assert torch.all(call["out"] == 7.0) and torch.all(call["final_state"] == 7.0)
-    monkeypatch.setenv("FLASH_KDA_SCHEDULE", "portable")
-    flash_kda.fwd(**call)
+    for known in SCHEDULES:
+        monkeypatch.setenv("FLASH_KDA_SCHEDULE", known)
+        flash_kda.fwd(**call)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "fused projection", "head-major", "no states", "batch", "parameters"])

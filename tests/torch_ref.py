@@ -1,8 +1,9 @@
 """The portable kernel step by step in PyTorch, rounding where it rounds: results agree bit for bit.
 
-Every (sequence, head) pair is walked in chunks of 16 tokens, all pairs at once. Factors of all chunks are made first (they do not
-depend on the state), then one step a chunk carries the state. PyTorch does what rounds the same everywhere (fp32 addition and
-multiplication, conversion to bf16); tests/reference_ops.cu supplies single instructions for the rest.
+Every (sequence, head) pair is walked in chunks of 16 tokens, all pairs at once. Factors of all chunks are made first
+(they do not depend on the state), then one step a chunk carries the state. PyTorch does what rounds the same everywhere
+(fp32 addition and multiplication, conversion to bf16); tests/reference_ops.cu supplies single instructions for the
+rest.
 
 Formula: the Kimi Linear report, arXiv 2510.26692; notation as in csrc/portable/config.h. CUDA only, SM90 or newer.
 """
@@ -153,8 +154,9 @@ def forward(
     cu_seqlens: torch.Tensor | None = None,
     state_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments as in ``flash_kda.fwd``; returns (out bf16 [B, T, H, 128], final_state ``state_dtype`` [N, H, 128, 128]).
+    """Arguments as in ``flash_kda.fwd``; returns (out, final_state).
 
+    out is bf16 [B, T, H, 128], final_state ``state_dtype`` [N, H, 128, 128].
     Rows of ``out`` that belong to no sequence are zero.
     """
     exp2, fma = ops().exp2_approx, ops().fma

@@ -1,19 +1,22 @@
 """flash_kda.fwd, one peer for each schedule."""
 
+from functools import partial
+
 import torch
 
 import flash_kda
 from benchmarks.cases import HEAD_DIM
 from benchmarks.peers.peer import Peer
+from flash_kda.interface import SCHEDULES
 
-SCHEDULES = ("portable",)
 
-
-def unavailable():
+def unavailable(schedule):
     try:
         from flash_kda import _C  # noqa: F401
     except ImportError as error:
         return f"flash_kda was built without kernels: {error}"
+    if schedule == "sm90" and torch.cuda.get_device_capability() != (9, 0):
+        return "the sm90 schedule needs compute capability 9.0"
     return None
 
 
@@ -32,6 +35,13 @@ def prepare(inputs, cu_seqlens):
 
 
 PEERS = tuple(
-    Peer(f"flash_kda {schedule}", {"FLASH_KDA_SCHEDULE": schedule}, ("many heads", "few heads"), unavailable, prepare)
+    Peer(
+        f"flash_kda {schedule}",
+        {"FLASH_KDA_SCHEDULE": schedule},
+        ("many heads", "few heads"),
+        partial(unavailable, schedule),
+        prepare,
+    )
     for schedule in SCHEDULES
+    if schedule != "auto"
 )
