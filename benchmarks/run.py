@@ -1,11 +1,12 @@
 """Measures flash_kda.fwd and its peers on a GPU.
 
-    python -m benchmarks.run [--quick] [--cases PATTERN ...] [--peers NAME ...] [--json FILE]
+    python -m benchmarks.run [--quick] [--cases PATTERN ...] [--peers NAME ...] [--seconds S] [--json FILE]
 
 Every case runs for both kinds of gate, every peer in turn in one process: first a check of the results against the fp64
 recurrence, then GPU time (CUDA graph replay), host time of an eager call and peak extra memory. The floor is the bytes
 that must move over the copy bandwidth measured in the same run. A peer that is missing, wrong or out of memory is a row
-that says so.
+that says so. Ours go first, through all cases, since others may take minutes to compile; --json is written after every
+case, so that a run that is cut short leaves what it has.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import math
 import os
 import sys
+import time
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -23,6 +25,7 @@ from inputs import GATE_KINDS, cu_seqlens_of, make_inputs, relative_error
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from source_digest import tree_digest
 
 import flash_kda
 from benchmarks.cases import CASES, QUICK
@@ -30,6 +33,7 @@ from benchmarks.peers import PEERS
 from benchmarks.timing import copy_bandwidth, extra_memory, gpu_times, host_time
 from flash_kda.recurrence import recurrence
 
+ROOT = Path(__file__).resolve().parents[1]
 # Beyond this a result is wrong, whatever its rounding: the accuracy that flash_kda is held to is below half of it.
 ERROR_LIMIT = 1e-2
 # The check follows a sequence this far: the recurrence takes as many steps as the longest sequence has tokens.
@@ -104,8 +108,8 @@ def measure(case, peer, sets, expected):
     }
 
 
-def rows_of(case, gate, peers, bandwidth, advance):
-    """One row for each peer on one case and gate kind."""
+def rows_of(case, gate, peers, bandwidth, advance, late):
+    """One row for each peer on one case and gate kind. late() says whether the time is up."""
     fixed = {
         "case": case.name,
         "table": case.table,
@@ -121,7 +125,7 @@ def rows_of(case, gate, peers, bandwidth, advance):
     for peer in peers:
         advance(f"{case.name} {gate} {peer.name}")
         row = fixed | {"peer": peer.name}
-        reason = peer.unavailable()
+        reason = "not run: the time was up" if late() else peer.unavailable()
         if reason is None:
             try:
                 if sets is None:
@@ -177,6 +181,7 @@ def parse(arguments=None):
     parser.add_argument(
         "--peers", nargs="+", metavar="NAME", help=f"out of: {', '.join(PEERS)}; default: each on its own tables"
     )
+    parser.add_argument("--seconds", type=float, default=math.inf, metavar="S", help="start no row after S seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows and the environment to FILE")
     options = parser.parse_args(arguments)
     names = [case.name for case in CASES]
@@ -201,36 +206,45 @@ def parse(arguments=None):
 def main():
     options = parse()
     console = Console(width=160)
+    started = time.monotonic()
     work = []
-    for case in options.cases:
-        chosen = [
-            peer
-            for name, peer in PEERS.items()
-            if (name in options.peers if options.peers else case.table in peer.tables)
-        ]
-        work += [(case, gate, chosen) for gate in GATE_KINDS]
+    for is_ours in (True, False):
+        for case in options.cases:
+            chosen = [
+                peer
+                for name, peer in PEERS.items()
+                if name.startswith("flash_kda") == is_ours
+                and (name in options.peers if options.peers else case.table in peer.tables)
+            ]
+            work += [(case, gate, chosen) for gate in GATE_KINDS if chosen]
     bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()
-    rows = []
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "flash_kda": flash_kda.__version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "csrc": tree_digest(ROOT / "csrc")["total"],
+        "copy_bandwidth": bandwidth,
+        "rows": [],
+    }
+    rows = result["rows"]
     columns = (MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=sum(len(peers) for _, _, peers in work))
         for case, gate, peers in work:
             rows += rows_of(
-                case, gate, peers, bandwidth, lambda what: progress.update(task, advance=1, description=what)
+                case,
+                gate,
+                peers,
+                bandwidth,
+                lambda what: progress.update(task, advance=1, description=what),
+                lambda: time.monotonic() - started > options.seconds,
             )
+            if options.json is not None:
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
     print_rows(console, rows)
     console.print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s; floor share: floor over GPU time")
-    if options.json is not None:
-        result = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "flash_kda": flash_kda.__version__,
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "copy_bandwidth": bandwidth,
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if any("error" in row for row in rows if row["peer"].startswith("flash_kda")) else 0
 
 

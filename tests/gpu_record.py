@@ -24,15 +24,15 @@ RECORD = ROOT / "tests" / "gpu_record.json"
 FORMAT = 1
 
 
-def read_junit(path):
-    """Tests and what they noted, from pytest's JUnit XML.
+def read_junit(paths):
+    """Tests and what they noted, from pytest's JUnit XML files.
 
     Returns (tests, errors, notes): counts and the list of unpassed tests; the worst value of each `error: NAME`
     property; all other properties.
     """
     counts = dict.fromkeys(("run", "passed", "failed", "skipped"), 0)
     unpassed, errors, notes = [], {}, {}
-    for case in ElementTree.parse(path).iter("testcase"):
+    for case in (case for path in paths for case in ElementTree.parse(path).iter("testcase")):
         name = f"{case.get('classname', '')}::{case.get('name')}".removeprefix("::")
         outcome, reason = "passed", ""
         for tag, what in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
@@ -221,7 +221,7 @@ def step(text):
 
 def main():
     parser = argparse.ArgumentParser(description="Writes tests/gpu_record.json; called by tests/gpu.sh alone.")
-    parser.add_argument("--junit", required=True, help="pytest's JUnit XML")
+    parser.add_argument("--junit", required=True, action="append", help="pytest's JUnit XML, of one run or several")
     parser.add_argument("--benchmark", required=True, help="JSON of python -m benchmarks.run")
     parser.add_argument("--sanitizer", required=True, help="folder of TOOL.status and TOOL.log")
     parser.add_argument("--step", type=step, action="append", default=[], help="NAME=ok, or NAME=what went wrong")

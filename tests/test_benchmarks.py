@@ -133,13 +133,20 @@ def fake_record():
     }
     return {
         "environment": environment | {"date": "2026-11-30T12:00:00+00:00"},
-        "tests": {"passed": 7, "failed": 0, "skipped": 1},
+        "steps": {"tests": "ok"},
+        "tests": {"passed": 7, "failed": 0, "skipped": 1, "unpassed": []},
+        "sanitizer": {"memcheck": {"status": "exit status 9", "summary": "2 errors"}},
         "errors": {
             "accuracy table, FLA Triton, long: final state": 0.004,
             "accuracy table, flash_kda portable, random: out": 0.00371,
             "FLA fused_recurrent_kda fed float32, random: out": 1.0,
         },
-        "benchmark": {"copy_bandwidth": 4.28e12, "rows": rows},
+        "benchmark": {
+            "device": "NVIDIA H200",
+            "date": "2026-11-30T12:05:00+00:00",
+            "copy_bandwidth": 4.28e12,
+            "rows": rows,
+        },
     }
 
 
@@ -158,7 +165,13 @@ class TestReadme:
         assert "| FLA Triton | not measured | not measured | not measured | 4.00e-3 |" in filled
         assert "fused_recurrent" not in filled
         assert "NVIDIA H200" in filled and "7 GPU tests passed" in filled.replace("\n", " ")
+        assert "- not passed: compute-sanitizer memcheck: exit status 9: 2 errors" in filled
+        assert "From the record, NVIDIA H200, 2026-11-30, copy bandwidth 4.28 TB/s:" in filled
         assert record_readme.fill(filled, fake_record()) == filled
+
+    def test_a_record_without_a_benchmark_takes_the_results_and_says_so(self):
+        filled = record_readme.fill(TEXT, fake_record() | {"benchmark": {}})
+        assert "benchmarks/results/nvidia-h200.json" in filled and "a run beside the record" in filled
 
     def test_a_missing_spot_is_an_error(self):
         with pytest.raises(ValueError, match="record:accuracy"):
