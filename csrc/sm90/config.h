@@ -1,5 +1,5 @@
-// Sizes, roles and shared memory of the SM90 kernel: one persistent role split a CTA, one (sequence, head) pair after
-// the other in chunks of 16 tokens.
+// Sizes, roles and shared memory of the SM90 kernel: persistent CTAs that walk one (sequence, head) pair after the
+// other in chunks of 16 tokens.
 #pragma once
 
 #include "common/barrier.h"
@@ -67,11 +67,10 @@ struct SharedStorage {
   Scratch scratch[Config::kPrepareWarps];
   OutTile out[Config::kRecurrenceWarps];
   // Stage s goes round three owners, use after use; use number i is phase i of all three barriers.
-  //   loaded: one arrival (the feeding lane's, which announces the bytes) and the bytes hand it to its prepare warp.
-  //   full:   the prepare warp's 32 lanes hand it to the recurrence warps.
-  //   empty:  one arrival of each recurrence warp hands it back to the feeding lane, which waits for use i - 1 before
-  //   it
-  //           starts use i: parity (i - 1) % 2, and no wait for i = 0.
+  // - loaded: one arrival (the feeding lane's, which announces the bytes) and the bytes hand it to its prepare warp.
+  // - full: the prepare warp's 32 lanes hand it to the recurrence warps.
+  // - empty: one arrival of each recurrence warp hands it back to the feeding lane. Before use i that lane waits for
+  //   use i - 1, parity (i - 1) % 2; for i = 0 it does not wait.
   Barrier loaded[Config::kStages];
   Barrier full[Config::kStages];
   Barrier empty[Config::kStages];

@@ -56,8 +56,7 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
   load_initial_state(state_rows, p, state_offset, is_empty ? 1.f : kShiftDown, lane);
 
   Tensor xo = make_tensor<float>(Accumulator<4>{});  // S' [K+; Q+]^T: X's part and then O's
-  // O goes on in registers of its own: as a part of xo, ptxas finds no room for the pipeline and serialises wgmma
-  // (C7511).
+  // O goes on in registers of its own: as a part of xo, ptxas serialises wgmma (C7511).
   Tensor o = make_tensor<float>(Accumulator<2>{});
   Tensor u = make_tensor<float>(Accumulator<2>{});
   Tensor s_operand = make_tensor<bf16>(Operand<kHeadDim / 16>{});
