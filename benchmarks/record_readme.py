@@ -12,16 +12,16 @@ import json
 import re
 import sys
 import textwrap
-from pathlib import Path
 
 from accuracy import BOUNDS, TABLE
 from gpu_record import problems
 from inputs import GATE_KINDS
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.files import ROOT, landed
+
 README = ROOT / "README.md"
 RECORD = ROOT / "tests" / "gpu_record.json"
-RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200.json"
+RESULTS = landed("NVIDIA H200")
 PARTS = ("out", "final state")
 
 

@@ -14,6 +14,7 @@ import datetime
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from source_digest import tree_digest
 
 import flash_kda
 from benchmarks.cases import CASES, QUICK
+from benchmarks.files import is_ours
 from benchmarks.peers import PEERS
 from benchmarks.timing import copy_bandwidth, extra_memory, gpu_times, host_time
 from flash_kda.recurrence import recurrence
@@ -172,6 +174,17 @@ def print_rows(console, rows):
     console.print(table)
 
 
+def command_line(options):
+    """The command that makes these rows, but for --json."""
+    words = ["python", "-m", "benchmarks.run"] + ["--quick"] * options.quick
+    for name in ("cases", "peers"):
+        if getattr(options, name):
+            words += [f"--{name}", *getattr(options, name)]
+    if options.seconds < math.inf:
+        words += ["--seconds", f"{options.seconds:g}"]
+    return shlex.join(words)
+
+
 def parse(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help=f"only the cases {', '.join(QUICK)}")
@@ -192,6 +205,7 @@ def parse(arguments=None):
     for name in options.peers or ():
         if name not in PEERS:
             parser.error(f"--peers: expected names out of {', '.join(PEERS)}, got {name!r}")
+    options.command = command_line(options)
     options.cases = [case for case in CASES if any(fnmatch(case.name, pattern) for pattern in patterns)]
     if not torch.cuda.is_available():
         parser.error("no GPU that PyTorch can use")
@@ -208,13 +222,12 @@ def main():
     console = Console(width=160)
     started = time.monotonic()
     work = []
-    for is_ours in (True, False):
+    for ours in (True, False):
         for case in options.cases:
             chosen = [
                 peer
                 for name, peer in PEERS.items()
-                if name.startswith("flash_kda") == is_ours
-                and (name in options.peers if options.peers else case.table in peer.tables)
+                if is_ours(name) == ours and (name in options.peers if options.peers else case.table in peer.tables)
             ]
             work += [(case, gate, chosen) for gate in GATE_KINDS if chosen]
     bandwidth = copy_bandwidth()
@@ -225,6 +238,7 @@ def main():
         "flash_kda": flash_kda.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "csrc": tree_digest(ROOT / "csrc")["total"],
+        "command": options.command,
         "copy_bandwidth": bandwidth,
         "rows": [],
     }
@@ -245,7 +259,7 @@ def main():
                 options.json.write_text(json.dumps(result, indent=1) + "\n")
     print_rows(console, rows)
     console.print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s; floor share: floor over GPU time")
-    return 1 if any("error" in row for row in rows if row["peer"].startswith("flash_kda")) else 0
+    return 1 if any("error" in row for row in rows if is_ours(row["peer"])) else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The benchmark's cases, command line and README filler, as far as they need no GPU."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,14 @@ class TestCommandLine:
         assert [case.name for case in run.parse(["--quick"]).cases] == list(QUICK)
         assert [case.name for case in run.parse(["--cases", "*/64"]).cases] == ["8192/64", "mixed/64", "8x1024/64"]
         assert len(run.parse([]).cases) == len(CASES)
+
+    def test_the_command_is_kept(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        peers = list(PEERS)[:2]
+        arguments = ["--quick", "--cases", "*/64", "8192/96", "--peers", *peers, "--seconds", "90"]
+        command = run.parse([*arguments, "--json", str(tmp_path / "out.json")]).command
+        assert shlex.split(command) == ["python", "-m", "benchmarks.run", *arguments]
+        assert run.parse([]).command == "python -m benchmarks.run"
 
     def test_runs_as_a_module(self):
         result = subprocess.run(

@@ -1,0 +1,54 @@
+"""Result files of `python -m benchmarks.run --json`: where they lie, and reading them."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def landed(device):
+    """The results file of a device, by the name that PyTorch gives it: NVIDIA H200 -> nvidia-h200.json."""
+    return RESULTS / (re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json")
+
+
+def page(device):
+    """The page that shows them: NVIDIA H200 -> BENCHMARK_H200.md."""
+    name = re.sub(r"[^A-Z0-9]+", "_", device.upper().removeprefix("NVIDIA ")).strip("_")
+    return ROOT / f"BENCHMARK_{name}.md"
+
+
+def is_ours(peer):
+    return peer.startswith("flash_kda")
+
+
+def read(path):
+    """The results in a file; ValueError, naming the file, where it cannot be read or holds something else."""
+    try:
+        result = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON of benchmarks.run, got {error}") from None
+    if not isinstance(result, dict) or not isinstance(result.get("rows"), list) or "device" not in result:
+        raise ValueError(f"{path}: expected JSON of benchmarks.run, an object with device and rows")
+    for number, row in enumerate(result["rows"]):
+        if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("case", "gate", "peer")):
+            raise ValueError(f"{path}: row {number}: expected an object with case, gate and peer")
+        time = row.get("gpu_us")
+        if "error" not in row and not (isinstance(time, int | float) and math.isfinite(time) and time > 0):
+            raise ValueError(f"{path}: row {number}: expected error, or gpu_us in microseconds, got {time!r}")
+    return result
+
+
+def by_key(result):
+    """{(case, gate, peer): row}"""
+    return {(row["case"], row["gate"], row["peer"]): row for row in result["rows"]}
+
+
+def sources(result):
+    """Of which kernel sources the results are, in words."""
+    digest = result.get("csrc")
+    return f"csrc digest {digest[:12]}" if digest else "csrc digest not recorded"

@@ -1,0 +1,334 @@
+"""What is made of benchmark results: the pages, the plots and the comparison. No GPU needed."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import compare, files  # noqa: E402
+
+CASES = {"8192/96": (96, [8192]), "8192/16/1": (16, [8192]), "2048/16/1": (16, [2048]), "mixed/96": (96, [300, 212])}
+
+
+def make_result(**times):
+    """Results of all CASES and both gates; times: {"ours" or "fla": GPU time of the first case, random gate}."""
+    rows = []
+    for name, time in times.items():
+        for number, (case, (heads, lengths)) in enumerate(CASES.items(), start=1):
+            for gate, factor in (("random", 1), ("long", 2)):
+                row = {"case": case, "gate": gate, "heads": heads, "lengths": lengths, "floor_us": 50.0 * number}
+                row |= {"table": "few heads" if "/1" in case else "many heads", "must_us": 400, "goal_us": 340}
+                row |= {"gpu_us": time * number * factor, "gpu_us_least": 7.0, "gpu_us_spread": 0.5, "host_us": 33.4}
+                row |= {"extra_bytes": 12_300_000, "error_out": 3.7e-3, "error_state": 2.5e-3, "input_sets": 1}
+                row["peer"] = {"ours": "flash_kda sm90", "portable": "flash_kda portable", "fla": "FLA Triton"}[name]
+                rows.append(row)
+    return {
+        "device": "NVIDIA H999",
+        "torch": "2.11",
+        "flash_kda": "0.1.0",
+        "date": "2026-11-30T12:00:00+00:00",
+        "copy_bandwidth": 4.28e12,
+        "rows": rows,
+    }
+
+
+def row_of(result, case, gate, peer):
+    return files.by_key(result)[case, gate, peer]
+
+
+def fail(row, reason):
+    for name in [name for name in row if name.startswith(("gpu_us", "host", "extra", "error_", "input"))]:
+        del row[name]
+    row["error"] = reason
+
+
+class TestFiles:
+    @pytest.mark.parametrize(
+        "device, file, page",
+        [
+            ("NVIDIA H200", "nvidia-h200.json", "BENCHMARK_H200.md"),
+            ("NVIDIA H20", "nvidia-h20.json", "BENCHMARK_H20.md"),
+            ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3.json", "BENCHMARK_H100_80GB_HBM3.md"),
+            ("NVIDIA GeForce RTX 5090", "nvidia-geforce-rtx-5090.json", "BENCHMARK_GEFORCE_RTX_5090.md"),
+        ],
+    )
+    def test_names(self, device, file, page):
+        assert files.landed(device) == ROOT / "benchmarks" / "results" / file
+        assert files.page(device) == ROOT / page
+
+    def test_landed_files_can_be_read_and_have_their_device_s_name(self):
+        paths = list(files.RESULTS.glob("*.json"))
+        assert files.landed("NVIDIA H200") in paths
+        assert all(path == files.landed(files.read(path)["device"]) for path in paths)
+
+    @pytest.mark.parametrize(
+        "change, message",
+        [
+            (lambda result: result.pop("rows"), "an object with device and rows"),
+            (lambda result: result.pop("device"), "an object with device and rows"),
+            (lambda result: result["rows"][1].pop("peer"), "row 1: expected an object with case, gate and peer"),
+            (lambda result: result["rows"].insert(0, "row"), "row 0: expected an object"),
+            (lambda result: result["rows"][2].pop("gpu_us"), "row 2: expected error, or gpu_us .* got None"),
+            (lambda result: result["rows"][2].update(gpu_us=0), "got 0"),
+            (lambda result: result["rows"][2].update(gpu_us=float("nan")), "got nan"),
+        ],
+    )
+    def test_other_content_is_refused(self, change, message, tmp_path):
+        result = make_result(ours=100)
+        change(result)
+        (tmp_path / "file.json").write_text(json.dumps(result))
+        with pytest.raises(ValueError, match=f"file.json: .*{message}"):
+            files.read(tmp_path / "file.json")
+
+
+@pytest.fixture
+def run_compare(tmp_path, capsys):
+    def run(old, new, *arguments):
+        for name, content in (("old.json", old), ("new.json", new)):
+            if content is not None:
+                (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+        status = compare.main([str(tmp_path / "old.json"), str(tmp_path / "new.json"), *arguments])
+        return status, capsys.readouterr().out
+
+    return run
+
+
+class TestCompare:
+    def test_equal(self, run_compare):
+        status, text = run_compare(make_result(ours=100, fla=900), make_result(ours=100, fla=900) | {"csrc": "ab" * 32})
+        assert status == 0 and text.count("1.000") == 16 and "0 regressions" in text
+        assert "old: NVIDIA H999, 2026-11-30T12:00:00+00:00, csrc digest not recorded" in text
+        assert "csrc digest abababababab\n" in text
+
+    @pytest.mark.parametrize("time, status, ratio", [(104, 0, "1.040"), (106, 1, "1.060"), (50, 0, "0.500")])
+    def test_one_row_decides(self, run_compare, time, status, ratio):
+        new = make_result(ours=100)
+        row_of(new, "8192/96", "random", "flash_kda sm90")["gpu_us"] = time
+        found, text = run_compare(make_result(ours=100), new)
+        assert found == status and f"{status} regressions" in text
+        line = next(line for line in text.splitlines() if ratio in line)
+        assert "8192/96" in line and "random" in line and "100.0" in line and f"{time}.0" in line
+
+    def test_threshold(self, run_compare):
+        old, new = make_result(ours=100), make_result(ours=120)
+        assert run_compare(old, new)[0] == 1
+        assert run_compare(old, new, "--threshold", "1.19")[0] == 1
+        assert run_compare(old, new, "--threshold", "1.21")[0] == 0
+
+    def test_other_peers_do_not_count(self, run_compare):
+        status, text = run_compare(make_result(ours=100, fla=900), make_result(ours=100, fla=1800))
+        assert status == 0 and text.count("2.000") == 8
+        status, text = run_compare(make_result(ours=100, fla=900), make_result(ours=100))
+        assert status == 0 and text.count("gone") == 8
+
+    def test_a_row_of_ours_is_gone(self, run_compare):
+        new = make_result(ours=100)
+        del new["rows"][3]
+        status, text = run_compare(make_result(ours=100), new)
+        assert status == 1 and text.count("gone") == 1
+
+    @pytest.mark.parametrize("old", [make_result(ours=100), make_result(fla=900)], ids=["measured", "absent"])
+    def test_a_row_of_ours_failed(self, run_compare, old):
+        new = make_result(ours=100)
+        fail(new["rows"][3], "out of [/memory]")
+        status, text = run_compare(old, new)
+        assert status == 1 and "failed: out of [/memory]" in text and "1 regressions" in text
+
+    def test_what_failed_before_may_fail_or_be_gone(self, run_compare):
+        old = make_result(ours=100)
+        fail(old["rows"][3], "no such kernel")
+        new = copy.deepcopy(old)
+        assert run_compare(old, new)[0] == 0
+        del new["rows"][3]
+        assert run_compare(old, new)[0] == 0
+        status, text = run_compare(old, make_result(ours=100))
+        assert status == 0 and text.count(" new │") == 1
+
+    @pytest.mark.parametrize("content", [None, "", "{}", "[1]", "\x00"])
+    def test_an_unreadable_file_is_status_2_and_named(self, run_compare, capsys, content):
+        with pytest.raises(SystemExit) as exit:
+            run_compare(make_result(ours=100), content)
+        assert exit.value.code == 2
+        assert "new.json: " in capsys.readouterr().err.splitlines()[-1]
+
+    @pytest.mark.parametrize("value", ["0.9", "nan", "inf", "five"])
+    def test_unusable_threshold(self, run_compare, capsys, value):
+        with pytest.raises(SystemExit) as exit:
+            run_compare(make_result(ours=100), make_result(ours=100), "--threshold", value)
+        assert exit.value.code == 2 and "--threshold" in capsys.readouterr().err
+
+    def test_runs_as_a_module(self):
+        path = files.landed("NVIDIA H200")
+        command = [sys.executable, "-m", "benchmarks.compare", path, path]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0 and "0 regressions" in result.stdout, result.stderr
+
+
+@pytest.fixture
+def report(tmp_path, monkeypatch):
+    """benchmarks.report, with a repository of its own to write to."""
+    pytest.importorskip("matplotlib")
+    from benchmarks import report
+
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    monkeypatch.setattr(files, "ROOT", tmp_path)
+    monkeypatch.setattr(files, "RESULTS", tmp_path / "benchmarks" / "results")
+    return report
+
+
+def write_page(report, result):
+    files.landed(result["device"]).write_text(json.dumps(result))
+    assert report.main([]) == 0
+    return files.page(result["device"]).read_text()
+
+
+class TestReport:
+    def test_tables(self, report):
+        result = make_result(portable=300, ours=100, fla=900) | {"csrc": "ab" * 32, "command": "python -m made.by"}
+        text = write_page(report, result)
+        assert text.startswith("# FlashKDA: NVIDIA H999\n")
+        header = next(line for line in text.splitlines() if line.startswith("| sequences"))
+        columns = [column.strip() for column in header.strip("|").split("|")]
+        peers = ["flash_kda portable", "flash_kda sm90", "FLA Triton"]
+        assert columns == [
+            *("sequences", "H", "floor", *(f"{peer}: random / long" for peer in peers), "must", "goal"),
+            *("flash_kda sm90: share of the floor", "speed-up over flash_kda portable", "speed-up over FLA Triton"),
+        ]
+        assert "| 8192 | 96 | 50 | 300 / 600 | 100 / 200 | 900 / 1800 | 400 | 340 | 50% / 25% | 3.00 | 9.00 |" in text
+        assert "| [300, 212] | 96 | 200 | 1200 / 2400 | 400 / 800 |" in text
+        assert text.index("## Many heads") < text.index("| [300, 212]") < text.index("## Few heads")
+        assert "| 8192 | 96 | FLA Triton | 7.0 | 0.5 | 33 | 12.3 | 3.70e-3 | 2.50e-3 |" in text
+        assert "must met in 2 of 4 cases, goal in 1" in text
+        assert "csrc digest abababababab" in text and "Made by:" in text and "python -m made.by \\\n" in text
+        assert "2026-11-30T12:00:00+00:00" in text and "4.28 TB/s" in text.replace("\n", " ")
+        assert "Not in the file" not in text and "Rows without" not in text
+
+    def test_what_the_file_lacks_is_said(self, report):
+        result = make_result(ours=100, fla=900)
+        reason = "not run: the time was up"
+        for row in result["rows"]:
+            if row["peer"] == "FLA Triton" and row["table"] == "few heads":
+                fail(row, reason)
+        fail(row_of(result, "8192/96", "long", "flash_kda sm90"), "wrong result")
+        del row_of(result, "8192/96", "random", "flash_kda sm90")["host_us"]
+        row_of(result, "8192/96", "random", "flash_kda sm90")["error_state"] = None
+        result["rows"].remove(row_of(result, "mixed/96", "random", "FLA Triton"))
+        text = write_page(report, result)
+        assert (
+            "| 8192 | 96 | 50 | 100 / no result | 900 / 1800 | 400 | 340 | 50% / no result | 9.00 / no result |" in text
+        )
+        assert "| not measured / 7200 |" in text
+        assert "| 8192 | 96 | flash_kda sm90 | 7.0 / no result | 0.5 / no result | not measured / no result |" in text
+        few = "8192/16/1 random, 8192/16/1 long, 2048/16/1 random, 2048/16/1 long"
+        assert f"- FLA Triton: {reason}: {few}" in text.replace("\n  ", " ")
+        assert "- flash_kda sm90: wrong result: 8192/96 long" in text
+        assert "must met in 1 of 4 cases" in text
+        assert "csrc digest not recorded" in text and "does not say by which command" in text
+        assert "--peers 'flash_kda sm90' 'FLA Triton' \\\n" in text
+        assert "Not in the file: flash_kda portable." in text
+
+    def test_a_file_without_any_time(self, report):
+        result = make_result(ours=100)
+        for row in result["rows"]:
+            fail(row, "no kernels")
+        text = write_page(report, result)
+        assert "- flash_kda sm90: no kernels: " in text and "share of the floor" not in text and "svg" not in text
+
+    def test_plots_show_every_point_and_stay_the_same(self, report, monkeypatch):
+        from matplotlib.figure import Figure
+
+        figures = {}
+        save = Figure.savefig
+        monkeypatch.setattr(
+            Figure,
+            "savefig",
+            lambda self, path, **more: (figures.setdefault(path.name, self), save(self, path, **more)),
+        )
+        result = make_result(ours=100, fla=900)
+        text = write_page(report, result)
+        paths = sorted(files.RESULTS.glob("*.svg"))
+        assert [path.name for path in paths] == ["nvidia-h999-time-by-heads.svg", "nvidia-h999-time-by-tokens.svg"]
+        assert all(f"](benchmarks/results/{path.name})" in text for path in paths)
+        assert all(ElementTree.parse(path).getroot().tag.endswith("svg") for path in paths)
+
+        def lines(name, peer, gate):
+            (axes,) = [one for one in figures[name].axes if one.get_title() == f"{peer}, {gate} gate"]
+            assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+            return [tuple(map(list, line.get_data())) for line in axes.get_lines()]
+
+        # Time and floor: 16 heads at T = 2048 and 8192, then 96 heads; by heads, one sequence of 8192 alone has two.
+        by_tokens = lines("nvidia-h999-time-by-tokens.svg", "FLA Triton", "long")
+        assert by_tokens[:2] == [([2048, 8192], [5400, 3600]), ([2048, 8192], [150, 100])]
+        assert by_tokens[2:] == [([8192], [1800]), ([8192], [50])]
+        by_heads = lines("nvidia-h999-time-by-heads.svg", "flash_kda sm90", "random")
+        assert by_heads == [([16, 96], [200, 100]), ([16, 96], [100, 50])]
+        before = [path.read_bytes() for path in paths]
+        write_page(report, result)
+        assert [path.read_bytes() for path in paths] == before
+
+    def test_other_text_of_a_page_stays(self, report):
+        result = make_result(ours=100)
+        page = files.page(result["device"])
+        page.write_text("# Mine\n\n<!-- report -->\nold\n<!-- /report -->\n\nmine too\n")
+        text = write_page(report, result)
+        assert text.startswith("# Mine\n") and text.endswith("\nmine too\n") and "old" not in text
+        assert write_page(report, result) == text
+
+    @pytest.mark.parametrize(
+        "prepare, message",
+        [
+            (lambda result: None, "no results in"),
+            (lambda result: files.landed("other").write_text(json.dumps(result)), "expected the name nvidia-h999.json"),
+            (lambda result: files.landed("other").write_text("{"), "other.json: expected JSON"),
+            (
+                lambda result: (
+                    files.landed(result["device"]).write_text(json.dumps(result)),
+                    files.page(result["device"]).write_text("no marks\n"),
+                ),
+                "BENCHMARK_H999.md: expected <!-- report -->",
+            ),
+        ],
+    )
+    def test_errors_are_one_line_and_exit_status_2(self, report, capsys, prepare, message):
+        prepare(make_result(ours=100))
+        with pytest.raises(SystemExit) as exit:
+            report.main([])
+        assert exit.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+
+    def test_landed_pages_are_those_of_the_results(self):
+        """python -m benchmarks.report"""
+        pytest.importorskip("matplotlib")
+        from benchmarks import report
+
+        for path in files.RESULTS.glob("*.json"):
+            result = files.read(path)
+            text = files.page(result["device"]).read_text(encoding="utf-8")
+            assert report.fill(text, report.text_of(result, report.pictures_of(result))) == text
+            assert all(picture.is_file() for picture in report.pictures_of(result))
+
+
+def test_gpu_script_compares_with_the_landed_results_of_its_device(tmp_path):
+    """The end of tests/gpu.sh, with a device that has landed results, and one that has none."""
+    script = (ROOT / "tests" / "gpu.sh").read_text()
+    tail = script[script.index("landed=$(") :]
+    (tmp_path / "torch.py").write_text(
+        "import os\nclass cuda:\n    get_device_name = staticmethod(lambda: os.environ['DEVICE'])\n"
+    )
+    for device, expected in (("NVIDIA H200", f"{files.landed('NVIDIA H200')} new/benchmark.json"), ("Other", "")):
+        result = subprocess.run(
+            ["bash", "-uc", f'run_step() {{ echo "${{@: -2}}"; }}; output=new; PYTHON={sys.executable}\n{tail}'],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "DEVICE": device},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert result.stdout.strip() == expected and not result.stderr
