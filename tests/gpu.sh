@@ -73,6 +73,9 @@ run_step tests run_tests tests tests --ignore=tests/test_fla.py
 wait
 run_step fla report_fla_tests
 run_step benchmark "$PYTHON" -m benchmarks.run --seconds "$BENCHMARK_SECONDS" --json "$output/benchmark.json"
-# A guard against regressions: the landed results of this device, where there are any.
+# A guard against regressions: the landed results of this device, where there are any. Single runs of a case spread up to
+# 12 %, so that is not what it may trip on.
 landed=$("$PYTHON" -c 'import torch; from benchmarks.files import landed; print(landed(torch.cuda.get_device_name()))')
-if [ -f "$landed" ]; then run_step compare "$PYTHON" -m benchmarks.compare "$landed" "$output/benchmark.json"; fi
+if [ -f "$landed" ]; then
+    run_step compare "$PYTHON" -m benchmarks.compare --threshold 1.15 "$landed" "$output/benchmark.json"
+fi
