@@ -6,7 +6,12 @@ Per chunk of C = 16 tokens, with G_i the inclusive cumulative sum of the natural
     L = strictly lower part of B K+ K-^T    M = lower part of Q+ K-^T    A = (I + L)^{-1} B    W = A K+
     U = A V - W S^T    O = Q+ S^T + M U    S <- S diag(e^{G_C}) + U^T K~
 
-Only U and S depend on the previous chunk; everything else is computed for many chunks, heads and sequences at once.
+With MA for M A, O = MA V - (MA K+ - Q+) S^T has the form of U, so that one product with the state serves both:
+
+    [U; O] = [A; MA] V - [W; MA K+ - Q+] S^T
+
+Only [U; O] and S depend on the previous chunk; everything else is computed for many chunks, heads and sequences at
+once.
 
 Range: lower_bound >= -5 and C = 16 keep |G| <= 80, so e^{G} and e^{-G} are ordinary fp32 numbers and no further
 reference point is needed. The decay to the chunk's end is summed on its own, not divided out, so it is at most 1
@@ -24,10 +29,11 @@ import torch
 from flash_kda.recurrence import L2_EPSILON, sequence_bounds
 
 CHUNK = 16
-# Rows of 128 channels (tokens times heads) processed together: large enough to amortise a PyTorch call, which costs
-# more than what a smaller block gains in the cache, and bounded, so that memory use does not grow with the input.
-BLOCK_ROWS = 8192
-BUFFERS = 6  # of that many rows, in which a block works
+# Rows of 128 channels (tokens times heads) processed together: large enough to amortise a PyTorch call, small enough
+# that the allocator keeps the workspace from one call to the next (else every call pays for its page faults), and
+# bounded, so that memory use does not grow with the input.
+BLOCK_ROWS = 4096
+BUFFERS = 7  # of that many rows, in which a block works
 
 
 @torch.inference_mode()
@@ -58,18 +64,18 @@ def fwd_cpu(
     # Cumulative sums within a chunk, and those of the tokens after each, are products with triangles of lower_bound.
     ones = torch.ones(CHUNK, CHUNK)
     sums = torch.cat((ones.tril(), ones.triu(1))).mul_(lower_bound)
-    gate = (A_log.exp().neg()[:, None, None], dt_bias[:, None, :], sums)
+    gate = (A_log.exp().neg()[:, None, None], dt_bias[:, None, :], sums, ones.tril().neg())
     tensors = (q, k, v, g, beta)
 
     # One piece of memory for all blocks: fresh buffers would cost as much in page faults as the computation itself.
     workspace = torch.empty(BUFFERS, max(BLOCK_ROWS, CHUNK * H) * 128)
     group = max(1, BLOCK_ROWS // (CHUNK * H))
-    checksum = 0.0
+    state_sum = 0.0
     for i in range(0, len(sequences), group):
         part = sequences[i : i + group]
-        checksum += _forward(part, tensors, scale, gate, out, initial_state, final_state, workspace)
+        state_sum += _forward(part, tensors, scale, gate, out, initial_state, final_state, workspace)
 
-    if not math.isfinite(checksum):
+    if not math.isfinite(state_sum):
         # In a matrix product 0 * NaN is NaN, so a NaN or Inf input also reaches earlier rows of its own chunk. The
         # tokens before it do not depend on it: they are computed again, as the sequence that ends there.
         finite = torch.stack([x.isfinite().flatten(2).all(-1) for x in tensors]).all(0)
@@ -82,7 +88,8 @@ def fwd_cpu(
 def _forward(sequences, tensors, scale, gate, out, initial_state, final_state, workspace):
     """Run some (index, batch row, first token, length) `sequences`, longest first, from start to end.
 
-    Returns a sum over out, which is not finite if an element of it is not.
+    Returns the sum of the final states. It is not finite if a NaN or Inf has spread to other rows: what spreads comes
+    by k, v, g or beta, all of which reach the state and stay in it. One in q remains in its own row.
     """
     H = tensors[0].shape[2]
     index = torch.tensor([n for n, *_ in sequences])
@@ -92,7 +99,6 @@ def _forward(sequences, tensors, scale, gate, out, initial_state, final_state, w
         # Kept transposed, [K, V], which makes both products with it plain row-major ones.
         state = initial_state[index].transpose(2, 3).float().contiguous()
 
-    checksum = torch.zeros(())
     token = 0
     running = len(sequences)
     while True:
@@ -107,12 +113,12 @@ def _forward(sequences, tensors, scale, gate, out, initial_state, final_state, w
             (i, b, start + token, min(length - token, chunks * CHUNK))
             for i, (_, b, start, length) in enumerate(sequences[:running])
         ]
-        checksum += _block(parts, chunks, tensors, scale, gate, out, state[:running], workspace)
+        _block(parts, chunks, tensors, scale, gate, out, state[:running], workspace)
         token += chunks * CHUNK
 
     if final_state is not None:
         final_state[index] = state.transpose(2, 3).to(final_state.dtype)
-    return checksum.item()
+    return state.sum().item()
 
 
 def _pieces(parts):
@@ -126,10 +132,7 @@ def _pieces(parts):
 
 
 def _block(parts, chunks, tensors, scale, gate, out, state, workspace):
-    """Advance the running sequences by `chunks` chunks: write their rows of out, update `state` [running, H, K, V].
-
-    Returns the sum of the rows written.
-    """
+    """Advance the running sequences by `chunks` chunks: write their rows of out, update `state` [running, H, K, V]."""
     running, H = state.shape[:2]
     shape = (chunks, running, H, CHUNK)
     pieces = list(_pieces(parts))
@@ -159,10 +162,12 @@ def _block(parts, chunks, tensors, scale, gate, out, state, workspace):
         # depends on the size of the tensor.
         return clear_tails(x.exp_().add_(1).reciprocal_())
 
-    both = buffer(0, 2)  # K+ above Q+
-    k_plus, q = both[:, :CHUNK], both[:, CHUNK:]
-    k, g, decay = buffer(2), buffer(3), buffer(4, 2)
-    negated_slope, dt_bias, sums = gate
+    # First 0 above -Q+, then W above MA K+ - Q+. The result of a batched product has to be contiguous: PyTorch would
+    # compute it matrix by matrix otherwise.
+    WQ = buffer(0, 2)
+    q = WQ[:, CHUNK:]
+    k_plus, k, g, decay = buffer(2), buffer(3), buffer(4), buffer(5, 2)
+    negated_slope, dt_bias, sums, negated_lower = gate
     sigmoid_of_negated(load(tensors[3], g.view(*shape, 128)).add_(dt_bias).mul_(negated_slope))
     beta = sigmoid_of_negated(load(tensors[4], torch.empty(shape)).neg_()).view(matrices, CHUNK)
 
@@ -172,32 +177,30 @@ def _block(parts, chunks, tensors, scale, gate, out, state, workspace):
     chunk_decay = to_here[:, -1, :, None].clone()
 
     load(tensors[0], q.unflatten(0, shape[:3]))
-    q.mul_(inverse_norm(q).mul_(scale)).mul_(to_here)
+    q.mul_(inverse_norm(q).mul_(-scale)).mul_(to_here)
     load(tensors[1], k.view(*shape, 128))
     k.mul_(inverse_norm(k))
     torch.mul(k, to_here, out=k_plus)
     k_minus = torch.div(k, to_here, out=to_here).mT
     k_end = k.mul_(to_end).mT
+    L = torch.bmm(k_plus, k_minus).mul_(beta[..., None])
+    # What is above the diagonal is finite (at most e^75), so that a product with 0 removes it.
+    M = torch.bmm(q, k_minus).mul_(negated_lower)
     # The triangular solve reads neither L's diagonal nor what is above it.
-    L, M = torch.bmm(both, k_minus).split(CHUNK, 1)
-    L = L * beta[..., None]
-    M = M.tril()
-    A = torch.linalg.solve_triangular(L, beta.diag_embed(), upper=False, unitriangular=True)
+    A = torch.linalg.solve_triangular(L.mT, beta.diag_embed(), upper=True, left=False, unitriangular=True).mT
+    A = torch.cat((A, M @ A), 1)
+    WQ[:, :CHUNK] = 0
+    WQ.baddbmm_(A, k_plus)
     # g and the decays are no longer needed, and their memory is.
-    W = torch.bmm(A, k_plus, out=buffer(4))
-    v = buffer(5)
-    load(tensors[2], v.view(*shape, 128))
-    U = torch.bmm(A, v, out=g)
-    o = v
+    v = load(tensors[2], g.view(*shape, 128)).view_as(g)
+    UO = torch.bmm(A, v, out=decay)
 
     S = state.view(running * H, 128, 128)
-    by_chunk = (x.unflatten(0, (chunks, -1)).unbind() for x in (W, q, k_end, chunk_decay, U, o))
-    for W_c, q_c, k_end_c, decay_c, U_c, o_c in zip(*by_chunk, strict=True):
-        U_c.baddbmm_(W_c, S, alpha=-1)
-        torch.bmm(q_c, S, out=o_c)
+    by_chunk = (x.unflatten(0, (chunks, -1)).unbind() for x in (WQ, UO, UO[:, :CHUNK], k_end, chunk_decay))
+    for WQ_c, UO_c, U_c, k_end_c, decay_c in zip(*by_chunk, strict=True):
+        UO_c.baddbmm_(WQ_c, S, alpha=-1)
         S.mul_(decay_c).baddbmm_(k_end_c, U_c)
 
-    o.baddbmm_(M, U)
+    o = UO[:, CHUNK:]
     for i, where, b, tokens, rows in pieces:
         out[b, tokens].unflatten(0, (-1, rows)).copy_(o.unflatten(0, shape[:3])[where, i, :, :rows].transpose(1, 2))
-    return o.sum()
