@@ -22,8 +22,8 @@ write_record() {
     trap - EXIT
     if [ ${#steps[@]} = 0 ]; then steps=("set-up and build=exit status $status"); fi
     [ -n "${PYTHON:-}" ] || exit "$status"
-    "$PYTHON" tests/gpu_record.py --junit "$output/tests.xml" --junit "$output/fla.xml" --benchmark "$output/benchmark.json" \
-        --sanitizer "$output" "${steps[@]/#/--step=}" || exit 1
+    "$PYTHON" tests/gpu_record.py --junit "$output/tests.xml" --junit "$output/fla.xml" \
+        --benchmark "$output/benchmark.json" --sanitizer "$output" "${steps[@]/#/--step=}" || exit 1
     exit 0
 }
 
@@ -50,7 +50,8 @@ run_sanitizer() {
 }
 
 run_tests() {
-    "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider --tb=short --junitxml="$output/$1.xml" -o junit_family=xunit1 "${@:2}"
+    "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider --tb=short --junitxml="$output/$1.xml" \
+        -o junit_family=xunit1 "${@:2}"
 }
 
 run_fla_tests() {
@@ -65,16 +66,16 @@ report_fla_tests() {
 
 setup_env gpu
 steps+=("set-up and build=ok")
-# Beside the tests, whose time does not matter: the sanitizers, most of whose time is PyTorch starting under them, and the
-# tests that wait for FLA's tuning.
+# Beside the tests, whose time does not matter: the sanitizers, most of whose time is PyTorch starting under them, and
+# the tests that wait for FLA's tuning.
 for tool in $SANITIZER_TOOLS; do run_sanitizer "$tool" & done
 run_fla_tests &
 run_step tests run_tests tests tests --ignore=tests/test_fla.py
 wait
 run_step fla report_fla_tests
 run_step benchmark "$PYTHON" -m benchmarks.run --seconds "$BENCHMARK_SECONDS" --json "$output/benchmark.json"
-# A guard against regressions: the landed results of this device, where there are any. Single runs of a case spread up to
-# 12 %, so that is not what it may trip on.
+# A guard against regressions: the landed results of this device, where there are any. Single runs of a case spread by
+# up to 12 %, so that is not what it may trip on.
 landed=$("$PYTHON" -c 'import torch; from benchmarks.files import landed; print(landed(torch.cuda.get_device_name()))')
 if [ -f "$landed" ]; then
     run_step compare "$PYTHON" -m benchmarks.compare --threshold 1.15 "$landed" "$output/benchmark.json"
