@@ -34,9 +34,11 @@ CHUNK = 16
 # bounded, so that memory use does not grow with the input.
 BLOCK_ROWS = 4096
 BUFFERS = 7  # of that many rows, in which a block works
+_FP32 = dict(dtype=torch.float32, device="cpu")  # whatever the caller's defaults are
 
 
 @torch.inference_mode()
+@torch.autocast("cpu", enabled=False)
 def fwd_cpu(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -53,6 +55,7 @@ def fwd_cpu(
     cu_seqlens: torch.Tensor | None = None,
 ) -> None:
     """`flash_kda.fwd` for CPU tensors that have passed validation; shapes, dtypes and meaning are those of `fwd`."""
+    scale, lower_bound = float(scale), float(lower_bound)  # PyTorch takes no int beyond int64
     B, T, H, _ = q.shape
     starts, lengths = sequence_bounds(B, T, cu_seqlens)
     # (sequence, first row's batch index and token, length), longest first: the running ones are always a prefix.
@@ -62,42 +65,43 @@ def fwd_cpu(
     ]
     sequences.sort(key=lambda sequence: -sequence[3])
     # Cumulative sums within a chunk, and those of the tokens after each, are products with triangles of lower_bound.
-    ones = torch.ones(CHUNK, CHUNK)
+    ones = torch.ones(CHUNK, CHUNK, **_FP32)
     sums = torch.cat((ones.tril(), ones.triu(1))).mul_(lower_bound)
     gate = (A_log.exp().neg()[:, None, None], dt_bias[:, None, :], sums, ones.tril().neg())
     tensors = (q, k, v, g, beta)
 
     # One piece of memory for all blocks: fresh buffers would cost as much in page faults as the computation itself.
-    workspace = torch.empty(BUFFERS, max(BLOCK_ROWS, CHUNK * H) * 128)
+    workspace = torch.empty(BUFFERS, max(BLOCK_ROWS, CHUNK * H) * 128, **_FP32)
     group = max(1, BLOCK_ROWS // (CHUNK * H))
-    state_sum = 0.0
     for i in range(0, len(sequences), group):
         part = sequences[i : i + group]
-        state_sum += _forward(part, tensors, scale, gate, out, initial_state, final_state, workspace)
+        state = _forward(part, tensors, scale, gate, out, initial_state, workspace)
+        if not math.isfinite(state.sum().item()):
+            # In a matrix product 0 * NaN is NaN, so a NaN or Inf input also reaches earlier rows of its own chunk. The
+            # tokens before it do not depend on it: they are computed again, as the sequence that ends there. What
+            # spreads comes by k, v, g or beta, all of which reach the state and stay in it. One in q remains in its
+            # own row.
+            for n, b, start, length in part:
+                rows = slice(start, start + length)
+                finite = torch.stack([x[b, rows].isfinite().flatten(1).all(-1) for x in tensors]).all(0)
+                prefix = int(finite.int().cumprod(0).sum())
+                if 0 < prefix < length:
+                    _forward([(n, b, start, prefix)], tensors, scale, gate, out, initial_state, workspace)
+        if final_state is not None:  # last, because it may be initial_state
+            final_state[[n for n, *_ in part]] = state.to(final_state.dtype)
 
-    if not math.isfinite(state_sum):
-        # In a matrix product 0 * NaN is NaN, so a NaN or Inf input also reaches earlier rows of its own chunk. The
-        # tokens before it do not depend on it: they are computed again, as the sequence that ends there.
-        finite = torch.stack([x.isfinite().flatten(2).all(-1) for x in tensors]).all(0)
-        for n, b, start, length in sequences:
-            prefix = int(finite[b, start : start + length].int().cumprod(0).sum())
-            if 0 < prefix < length:
-                _forward([(n, b, start, prefix)], tensors, scale, gate, out, initial_state, None, workspace)
 
-
-def _forward(sequences, tensors, scale, gate, out, initial_state, final_state, workspace):
+def _forward(sequences, tensors, scale, gate, out, initial_state, workspace):
     """Run some (index, batch row, first token, length) `sequences`, longest first, from start to end.
 
-    Returns the sum of the final states. It is not finite if a NaN or Inf has spread to other rows: what spreads comes
-    by k, v, g or beta, all of which reach the state and stay in it. One in q remains in its own row.
+    Returns their final states, fp32 [sequences, H, V, K].
     """
     H = tensors[0].shape[2]
-    index = torch.tensor([n for n, *_ in sequences])
     if initial_state is None:
-        state = torch.zeros(len(sequences), H, 128, 128)
+        state = torch.zeros(len(sequences), H, 128, 128, **_FP32)
     else:
         # Kept transposed, [K, V], which makes both products with it plain row-major ones.
-        state = initial_state[index].transpose(2, 3).float().contiguous()
+        state = initial_state[[n for n, *_ in sequences]].transpose(2, 3).float().contiguous()
 
     token = 0
     running = len(sequences)
@@ -116,9 +120,7 @@ def _forward(sequences, tensors, scale, gate, out, initial_state, final_state, w
         _block(parts, chunks, tensors, scale, gate, out, state[:running], workspace)
         token += chunks * CHUNK
 
-    if final_state is not None:
-        final_state[index] = state.transpose(2, 3).to(final_state.dtype)
-    return state.sum().item()
+    return state.transpose(2, 3)
 
 
 def _pieces(parts):
@@ -169,7 +171,7 @@ def _block(parts, chunks, tensors, scale, gate, out, state, workspace):
     k_plus, k, g, decay = buffer(2), buffer(3), buffer(4), buffer(5, 2)
     negated_slope, dt_bias, sums, negated_lower = gate
     sigmoid_of_negated(load(tensors[3], g.view(*shape, 128)).add_(dt_bias).mul_(negated_slope))
-    beta = sigmoid_of_negated(load(tensors[4], torch.empty(shape)).neg_()).view(matrices, CHUNK)
+    beta = sigmoid_of_negated(load(tensors[4], torch.empty(shape, **_FP32)).neg_()).view(matrices, CHUNK)
 
     # e^{G_i} above e^{G_C - G_j}
     torch.bmm(sums.expand(matrices, -1, -1), g, out=decay).exp_()

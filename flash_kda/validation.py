@@ -45,16 +45,19 @@ def in_common_form(
         return False
     if beta.shape != (B, T, H) or A_log.shape != (H,) or dt_bias.shape != (H, HEAD_DIM):
         return False
-    if not (A_log.is_contiguous() and dt_bias.is_contiguous()):
+    # Only a view of a single number can be both contiguous and, as the imaginary part of a conjugate, lazily negated.
+    if A_log.is_neg() or not (A_log.is_contiguous() and dt_bias.is_contiguous()):
         return False
 
     start, start_bias = A_log.data_ptr(), dt_bias.data_ptr()
+    if not (start and start_bias):
+        return False
     inputs = [(start, start + 4 * H), (start_bias, start_bias + 4 * H * HEAD_DIM)]
     outputs = []
     for x, spans in ((q, inputs), (k, inputs), (v, inputs), (g, inputs), (out, outputs)):
         batch, token, head, channel = x.stride()
         start = x.data_ptr()
-        if channel != 1 or start & 15 or (batch | token | head) & 7:
+        if channel != 1 or not start or start & 15 or (batch | token | head) & 7:
             return False
         spans.append((start, start + 2 * ((B - 1) * batch + (T - 1) * token + (H - 1) * head + HEAD_DIM)))
     # The strides of out: each dimension steps over the one inside it, in the order [B, T, H] or [B, H, T].
@@ -65,6 +68,8 @@ def in_common_form(
         return False
     batch, token, head = beta.stride()
     start = beta.data_ptr()
+    if not start:
+        return False
     inputs.append((start, start + 2 * ((B - 1) * batch + (T - 1) * token + (H - 1) * head + 1)))
 
     N = B
@@ -74,6 +79,8 @@ def in_common_form(
             return False
         N = entries - 1
         start = cu_seqlens.data_ptr()
+        if not start:
+            return False
         inputs.append((start, start + 8 * entries))
     if T > INT32_MAX or N * H > INT32_MAX:
         return False
@@ -83,7 +90,7 @@ def in_common_form(
         if x is None or (spans is inputs and x is final_state):
             continue
         start = x.data_ptr()
-        if x.shape != (N, H, HEAD_DIM, HEAD_DIM) or not x.is_contiguous() or start & 15:
+        if x.shape != (N, H, HEAD_DIM, HEAD_DIM) or not x.is_contiguous() or not start or start & 15:
             return False
         if dtype is None:
             dtype = x.dtype
@@ -175,6 +182,13 @@ def validate(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_
                 f"got {list(tensors[name].shape)}"
             )
 
+    for name, x in tensors.items():
+        if x.numel() and not x.data_ptr():
+            raise ValueError(f"{name}: expected a tensor with memory, got one whose storage was freed (resized to 0)")
+        if x.is_neg():
+            raise ValueError(
+                f"{name}: expected plain values, got a lazily negated view (is_neg() is true); pass its resolve_neg()"
+            )
     for name in ("q", "k", "v", "g", "out"):
         _check_rows(name, tensors[name])
     for name in ("A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens"):
@@ -215,8 +229,9 @@ def _check_tensor(name, x):
             f"{name}: expected a plain torch.Tensor or Parameter, got the subclass {type(x).__name__}; "
             "pass the tensor that it holds"
         )
-    if x.layout is not torch.strided:
-        raise TypeError(f"{name}: expected a strided (dense) tensor, got layout {x.layout}")
+    if x.layout is not torch.strided or x.is_nested:
+        got = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+        raise TypeError(f"{name}: expected a strided (dense) tensor, got {got}")
 
 
 def _number(name, value):

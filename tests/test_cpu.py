@@ -258,6 +258,41 @@ def test_poisoned_initial_state_stays_in_its_sequence(value):
                 assert torch.equal(bad[:, rows], out[:, rows]) and torch.equal(bad_state[m], final_state[m])
 
 
+def test_poison_with_the_state_updated_in_place():
+    """Tokens before a NaN are computed again from the initial state, which must still be there."""
+    x = make_inputs("long", 2, 40, 2, "cpu", state_dtype=torch.float32)
+    x["v"][0, 20, 1] = torch.nan
+    out, final_state = run(x)
+    assert out[0, :20].isfinite().all() and out[0, 20:, 1].isnan().all()
+    pool, again = x["initial_state"].clone(), torch.empty_like(out)
+    flash_kda.fwd(**x | {"initial_state": pool}, out=again, final_state=pool)
+    assert torch.equal(again.isnan(), out.isnan()) and torch.equal(again.nan_to_num(), out.nan_to_num())
+    assert torch.equal(pool.nan_to_num(), final_state.nan_to_num())
+
+
+@pytest.mark.parametrize("setting", ["autocast", "default dtype", "default device"])
+def test_the_callers_defaults_change_nothing(setting):
+    x = make_inputs("random", 2, 40, 2, "cpu", state_dtype=torch.float32)
+    expected, expected_state = run(x)
+    out, final_state = torch.empty_like(expected), torch.empty_like(expected_state)
+    try:
+        if setting == "default dtype":
+            torch.set_default_dtype(torch.bfloat16)
+        elif setting == "default device":
+            torch.set_default_device("meta")
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setting == "autocast"):
+            flash_kda.fwd(**x, out=out, final_state=final_state)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert torch.equal(out, expected) and torch.equal(final_state, expected_state)
+
+
+def test_an_int_scale_beyond_int64():
+    x = make_inputs("random", 1, 20, 2, "cpu", state_dtype=torch.float32)
+    assert torch.equal(run(x | {"scale": 10**30})[0], run(x | {"scale": 1e30})[0])
+
+
 def test_padding_is_selected_not_multiplied():
     """Garbage in rows that no sequence covers reaches nothing, though it shares a chunk with the tail."""
     x = make_inputs("random", 1, 50, 2, "cpu")

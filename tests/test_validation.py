@@ -90,6 +90,26 @@ def test_sparse(call, name):
 
 
 @pytest.mark.parametrize("name", TENSORS)
+def test_nested(call, name):
+    rejects(call, TypeError, rf"^{name}: .*got a nested tensor", **{name: torch.nested.nested_tensor([call[name]])})
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_freed_storage(call, name):
+    freed = call[name].clone()
+    freed.untyped_storage().resize_(0)
+    rejects(call, ValueError, rf"^{name}: expected a tensor with memory", **{name: freed})
+
+
+def test_lazily_negated():
+    """The kernels would read the numbers that memory holds. One head, so that the view counts as contiguous."""
+    x = make_inputs("random", 1, T, 1, "cpu", state_dtype=torch.float32)
+    x |= {"out": torch.full_like(x["q"], 7.0), "final_state": torch.full_like(x["initial_state"], 7.0)}
+    A_log = torch.tensor([1 + 2j], dtype=torch.complex64).conj().imag
+    rejects(x | {"cu_seqlens": None}, ValueError, r"^A_log: .*lazily negated", A_log=A_log)
+
+
+@pytest.mark.parametrize("name", TENSORS)
 def test_device(call, name):
     rejects(call, ValueError, r"expected the device of q", **{name: call[name].to("meta")})
 
