@@ -67,7 +67,7 @@ def fwd_cpu(
     # Cumulative sums within a chunk, and those of the tokens after each, are products with triangles of lower_bound.
     ones = torch.ones(CHUNK, CHUNK, **_FP32)
     sums = torch.cat((ones.tril(), ones.triu(1))).mul_(lower_bound)
-    gate = (A_log.exp().neg()[:, None, None], dt_bias[:, None, :], sums, ones.tril().neg())
+    gate = (A_log.exp().neg()[:, None, None], dt_bias[:, None, :], sums)
     tensors = (q, k, v, g, beta)
 
     # One piece of memory for all blocks: fresh buffers would cost as much in page faults as the computation itself.
@@ -169,7 +169,7 @@ def _block(parts, chunks, tensors, scale, gate, out, state, workspace):
     WQ = buffer(0, 2)
     q = WQ[:, CHUNK:]
     k_plus, k, g, decay = buffer(2), buffer(3), buffer(4), buffer(5, 2)
-    negated_slope, dt_bias, sums, negated_lower = gate
+    negated_slope, dt_bias, sums = gate
     sigmoid_of_negated(load(tensors[3], g.view(*shape, 128)).add_(dt_bias).mul_(negated_slope))
     beta = sigmoid_of_negated(load(tensors[4], torch.empty(shape, **_FP32)).neg_()).view(matrices, CHUNK)
 
@@ -186,8 +186,8 @@ def _block(parts, chunks, tensors, scale, gate, out, state, workspace):
     k_minus = torch.div(k, to_here, out=to_here).mT
     k_end = k.mul_(to_end).mT
     L = torch.bmm(k_plus, k_minus).mul_(beta[..., None])
-    # What is above the diagonal is finite (at most e^75), so that a product with 0 removes it.
-    M = torch.bmm(q, k_minus).mul_(negated_lower)
+    # Selected, not multiplied: what is above the diagonal, scale e^75 at most, may be infinite.
+    M = torch.bmm(q, k_minus).tril_().neg_()
     # The triangular solve reads neither L's diagonal nor what is above it.
     A = torch.linalg.solve_triangular(L.mT, beta.diag_embed(), upper=True, left=False, unitriangular=True).mT
     A = torch.cat((A, M @ A), 1)

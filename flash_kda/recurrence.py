@@ -78,7 +78,7 @@ def recurrence(
         state += initial_state[order].to(dtype)
 
     outs = []
-    inputs = (normalised(q) * scale, normalised(k), v, decay, torch.sigmoid(beta.to(dtype)))
+    inputs = (normalised(q) * float(scale), normalised(k), v, decay, torch.sigmoid(beta.to(dtype)))
     for q_t, k_t, v_t, decay_t, beta_t in zip(*map(by_step, inputs), strict=True):
         S = state[: len(q_t)]
         S *= decay_t[:, :, None, :]
