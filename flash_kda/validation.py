@@ -12,7 +12,10 @@ HEAD_DIM = 128
 LOWER_BOUND_MIN = -5.0
 ALIGNMENT = 16  # bytes: the kernels move rows in 16-byte pieces
 FLOAT32_MAX = torch.finfo(torch.float32).max
-INT32_MAX = 2**31 - 1
+# The kernels count a sequence's tokens, in steps of up to 176, the pairs and a head's offset in dt_bias in 32 bits.
+TOKENS_MAX = 2**31 - 256
+PAIRS_MAX = 2**31 - 1
+HEADS_MAX = 2**24 - 1
 
 _TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _NUMBER_TYPES = frozenset((float, int))
@@ -82,7 +85,7 @@ def in_common_form(
         if not start:
             return False
         inputs.append((start, start + 8 * entries))
-    if T > INT32_MAX or N * H > INT32_MAX:
+    if T > TOKENS_MAX or N * H > PAIRS_MAX or H > HEADS_MAX:
         return False
 
     dtype = None
@@ -159,9 +162,11 @@ def validate(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_
         if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1:
             raise ValueError(f"cu_seqlens: expected shape [N + 1] with N >= 0, got {list(cu_seqlens.shape)}")
         N = len(cu_seqlens) - 1
-    if T > INT32_MAX:
-        raise ValueError(f"q: expected T < 2^31 tokens, got shape {list(q.shape)}")
-    if N * H > INT32_MAX:
+    if T > TOKENS_MAX:
+        raise ValueError(f"q: expected at most 2^31 - 256 tokens, got shape {list(q.shape)}")
+    if H > HEADS_MAX:
+        raise ValueError(f"q: expected fewer than 2^24 heads, got shape {list(q.shape)}")
+    if N * H > PAIRS_MAX:
         name = "q" if cu_seqlens is None else "cu_seqlens"
         raise ValueError(f"{name}: expected fewer than 2^31 (sequence, head) pairs, got N = {N} and H = {H}")
     shapes = {

@@ -163,9 +163,17 @@ def test_too_many_pairs(call):
 
 
 def test_too_many_tokens(call):
-    changes = {name: call[name][:, :1].expand(1, 2**31, -1, -1) for name in TOKEN_TENSORS}
-    changes["beta"] = call["beta"][:, :1].expand(1, 2**31, -1)
-    rejects(call, ValueError, r"^q: expected T < 2\^31 tokens", **changes)
+    tokens = 2**31 - 255
+    changes = {name: call[name][:, :1].expand(1, tokens, -1, -1) for name in TOKEN_TENSORS}
+    changes["beta"] = call["beta"][:, :1].expand(1, tokens, -1)
+    rejects(call, ValueError, r"^q: expected at most 2\^31 - 256 tokens", **changes)
+
+
+def test_too_many_heads(call):
+    changes = {name: call[name][:, :, :1].expand(-1, -1, 2**24, -1) for name in TOKEN_TENSORS}
+    changes |= {"beta": call["beta"][:, :, :1].expand(-1, -1, 2**24), "A_log": call["A_log"][:1].expand(2**24)}
+    changes |= {"dt_bias": call["dt_bias"][:1].expand(2**24, -1), "initial_state": None, "final_state": None}
+    rejects(call, ValueError, r"^q: expected fewer than 2\^24 heads", **changes)
 
 
 @pytest.mark.parametrize("name", TOKEN_TENSORS)
