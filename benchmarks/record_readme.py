@@ -17,7 +17,7 @@ from accuracy import BOUNDS, TABLE
 from gpu_record import problems
 from inputs import GATE_KINDS
 
-from benchmarks.files import ROOT, landed
+from benchmarks.files import ROOT, landed, read
 
 README = ROOT / "README.md"
 RECORD = ROOT / "tests" / "gpu_record.json"
@@ -28,6 +28,14 @@ PARTS = ("out", "final state")
 def table(header, rows):
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def microseconds(x):
+    return f"{x:.1f}" if x < 10 else f"{x:.0f}"
+
+
+def error(x):
+    return f"{x:.2e}".replace("e-0", "e-")
 
 
 def environment(record):
@@ -46,7 +54,7 @@ def accuracy(record):
     """The accuracy table: the worst of the seeds tested for ours, one seed for FLA."""
 
     def number(x):
-        return "not measured" if x is None else f"{x:.2e}".replace("e-0", "e-")
+        return "not measured" if x is None else error(x)
 
     errors = {name.removeprefix(TABLE): x for name, x in record["errors"].items() if name.startswith(TABLE)}
     columns = [(kind, part) for kind in GATE_KINDS for part in PARTS]
@@ -62,7 +70,7 @@ def speed(record):
     """GPU time in microseconds, one row a case and one column a peer, both gate kinds in a cell."""
     benchmark, origin = record["benchmark"], "the record"
     if not benchmark.get("rows"):
-        benchmark, origin = json.loads(RESULTS.read_text()), f"`{RESULTS.relative_to(ROOT)}`, a run beside the record"
+        benchmark, origin = read(RESULTS), f"`{RESULTS.relative_to(ROOT)}`, a run beside the record"
     rows = benchmark["rows"]
     peers = list(dict.fromkeys(row["peer"] for row in rows))
     cells = {(row["case"], row["peer"], row["gate"]): row for row in rows}
@@ -76,8 +84,7 @@ def speed(record):
     body = []
     for case in dict.fromkeys(row["case"] for row in rows):
         first = next(row for row in rows if row["case"] == case)
-        floor = f"{first['floor_us']:.1f}" if first["floor_us"] < 10 else f"{first['floor_us']:.0f}"
-        body.append([first["table"], case, floor, *(cell(case, peer) for peer in peers)])
+        body.append([first["table"], case, microseconds(first["floor_us"]), *(cell(case, peer) for peer in peers)])
     gates = " / ".join(GATE_KINDS)
     source = f"From {origin}, {benchmark['device']}, {benchmark['date'][:10]}, copy bandwidth "
     source += f"{benchmark['copy_bandwidth'] / 1e12:.2f} TB/s:\n\n"

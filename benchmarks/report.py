@@ -23,18 +23,10 @@ from matplotlib.ticker import NullLocator
 from benchmarks import files
 from benchmarks.files import by_key, is_ours
 from benchmarks.peers import PEERS
-from benchmarks.record_readme import table
+from benchmarks.record_readme import error, microseconds, table
 
 GATES = " / ".join(GATE_KINDS)
 wrap = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
-
-
-def microseconds(x):
-    return f"{x:.1f}" if x < 10 else f"{x:.0f}"
-
-
-def error(x):
-    return f"{x:.2e}".replace("e-0", "e-")
 
 
 def sequences(row):

@@ -102,7 +102,8 @@ def fwd(
 
     CUDA tensors: asynchronous on torch's current stream of their device, without host synchronisation, safe to capture
     in a CUDA graph. FLASH_KDA_SCHEDULE = auto | portable | sm90 picks the kernels: sm90 runs on compute capability 9.0,
-    portable everywhere, auto is sm90 where that runs. Their results agree to the bit.
+    portable everywhere, auto is sm90 where that runs. What TMA cannot address (no tokens, a stride of 0) sm90 leaves to
+    portable. Their results agree to the bit.
     CPU tensors: chunked PyTorch, fp32 inside, whatever the schedule.
 
     Raises (before anything is written; the message names the argument, what was expected and what came):

@@ -113,8 +113,8 @@ static_assert(sizeof(Stage) == 18 * 1024, "no padding: every tile starts on a sw
 
 // What the warp that prepares a chunk keeps to itself.
 struct Scratch {
-  alignas(
-      16) float l[kChunk][20];  // L; the pitch keeps rows 16-byte aligned and a fragment's stores on different banks
+  // L; the pitch keeps rows 16-byte aligned and a fragment's stores on different banks.
+  alignas(16) float l[kChunk][20];
   alignas(16) float2 norm[kChunk];  // 1 / |k_i| and scale / |q_i|
   alignas(16) float beta[kChunk];
 };
