@@ -53,24 +53,23 @@ void check(cudaError_t status, char const* action) {
                            "; rebuild with FLASH_KDA_CUDA_ARCHS naming this device's arch (90a, 100a, 103a or 120a)");
 }
 
-// Makes `device` current, and the caller's device current again.
+// Makes `device` current, and the caller's device current again. Also where it is current already: a thread that has
+// not called CUDA yet has a device, but no context, and tensor maps are not encoded without one.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(int device) {
+  explicit DeviceGuard(int device) : device_(device) {
     check(cudaGetDevice(&previous_), "cudaGetDevice");
-    if (device == previous_) return;
     check(cudaSetDevice(device), "cudaSetDevice");
-    switched_ = true;
   }
   ~DeviceGuard() {
-    if (switched_) cudaSetDevice(previous_);
+    if (previous_ != device_) cudaSetDevice(previous_);
   }
   DeviceGuard(DeviceGuard const&) = delete;
   DeviceGuard& operator=(DeviceGuard const&) = delete;
 
  private:
+  int const device_;
   int previous_ = 0;
-  bool switched_ = false;
 };
 
 template <class T>

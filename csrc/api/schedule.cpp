@@ -2,6 +2,7 @@
 
 #include <array>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 
 #include "portable/portable.h"
@@ -13,50 +14,57 @@ namespace flash_kda {
 namespace {
 
 struct Device {
-  cudaError_t status;
   int capability;  // 10 major + minor
   int multiprocessors;
 };
 
-Device query(int device) {
-  Device d{};
+cudaError_t query(Device& d, int device) {
   int major = 0, minor = 0;
-  d.status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (d.status == cudaSuccess) d.status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  if (d.status == cudaSuccess) {
-    d.status = cudaDeviceGetAttribute(&d.multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&d.multiprocessors, cudaDevAttrMultiProcessorCount, device);
   }
   d.capability = 10 * major + minor;
-  return d;
+  return status;
 }
 
-// Asked once: a call has microseconds.
-Device const& find_device(int device) {
-  constexpr int kMostDevices = 64;
-  static std::array<Device, kMostDevices> devices;
-  static std::array<std::once_flag, kMostDevices> asked;
-  if (device < 0 || device >= kMostDevices) throw std::runtime_error("flash_kda: device number out of range");
-  std::call_once(asked[device], [device] { devices[device] = query(device); });
-  return devices[device];
+// Asked until it succeeds once: a call has microseconds.
+cudaError_t find_device(Device& d, int device) {
+  static std::mutex mutex;
+  static std::array<std::optional<Device>, kMostDevices> known;
+  if (device < 0 || device >= kMostDevices) {
+    throw std::runtime_error("flash_kda: device " + std::to_string(device) + ": expected a number below " +
+                             std::to_string(kMostDevices));
+  }
+  std::lock_guard const lock(mutex);
+  if (!known[device]) {
+    cudaError_t const status = query(d, device);
+    if (status != cudaSuccess) return status;
+    known[device] = d;
+  }
+  d = *known[device];
+  return cudaSuccess;
 }
 
 #ifdef FLASH_KDA_HAS_SM90
 constexpr bool kHasSm90 = true;
 
-// False where TMA cannot serve the call.
-bool launch_sm90(cudaError_t& status, FwdParams const& p, int multiprocessors, cudaStream_t stream) {
+bool can_sm90(FwdParams const& p) { return p.num_tokens > 0 && sm90::can_describe(p); }
+
+cudaError_t launch_sm90(FwdParams const& p, Launch const& launch) {
   sm90::TensorMaps maps;
-  if (p.num_tokens == 0 || !sm90::make_tensor_maps(maps, p)) return false;
+  cudaError_t const status = sm90::make_tensor_maps(maps, p);
+  if (status != cudaSuccess) return status;
   // Two CTAs a pair, where that leaves no CTA without a multiprocessor of its own.
-  bool const split = 2 * p.num_sequences * p.num_heads <= multiprocessors;
-  status =
-      split ? sm90::fwd_split(p, maps, multiprocessors, stream) : sm90::fwd_whole(p, maps, multiprocessors, stream);
-  return true;
+  bool const split = 2 * p.num_sequences * p.num_heads <= launch.multiprocessors;
+  return split ? sm90::fwd_split(p, maps, launch) : sm90::fwd_whole(p, maps, launch);
 }
 #else
 constexpr bool kHasSm90 = false;
 
-bool launch_sm90(cudaError_t&, FwdParams const&, int, cudaStream_t) { return false; }
+bool can_sm90(FwdParams const&) { return false; }
+cudaError_t launch_sm90(FwdParams const&, Launch const&) { return cudaErrorNotSupported; }
 #endif
 
 }  // namespace
@@ -69,16 +77,17 @@ Schedule schedule_of_name(std::string const& name) {
 }
 
 cudaError_t launch_fwd(FwdParams const& p, Schedule schedule, int device, cudaStream_t stream) {
-  Device const& d = find_device(device);
-  if (d.status != cudaSuccess) return d.status;
-  bool const can_sm90 = kHasSm90 && d.capability == 90;
-  if (schedule == Schedule::kSm90 && !can_sm90) {
+  Device d;
+  cudaError_t const status = find_device(d, device);
+  if (status != cudaSuccess) return status;
+  bool const has_sm90 = kHasSm90 && d.capability == 90;
+  if (schedule == Schedule::kSm90 && !has_sm90) {
     throw std::runtime_error(kHasSm90 ? "flash_kda: schedule sm90 needs a device of compute capability 9.0"
                                       : "flash_kda: schedule sm90 needs a build with FLASH_KDA_CUDA_ARCHS naming 90a");
   }
-  cudaError_t status = cudaSuccess;
-  if (schedule != Schedule::kPortable && can_sm90 && launch_sm90(status, p, d.multiprocessors, stream)) return status;
-  return portable::fwd(p, stream);
+  Launch const launch = {device, d.multiprocessors, stream};
+  if (schedule != Schedule::kPortable && has_sm90 && can_sm90(p)) return launch_sm90(p, launch);
+  return portable::fwd(p, launch);
 }
 
 }  // namespace flash_kda

@@ -193,7 +193,7 @@ struct LaneGate {
 
   __device__ static LaneGate of_head(FwdParams const& p, int head, int lane) {
     Gate const gate = Gate::of_head(p.A_log[head], p.lower_bound);
-    float const* const bias = p.dt_bias + head * kHeadDim + kLaneChannels * lane;
+    float const* const bias = p.dt_bias + int64_t(head) * kHeadDim + kLaneChannels * lane;
     return {gate, times({bias[0], bias[1], bias[2], bias[3]}, gate.slope)};
   }
 };

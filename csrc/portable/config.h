@@ -21,9 +21,9 @@ struct SharedStorage {
   Stage stage[kStages];
   Scratch scratch[kPrepareWarps];
   // Stage s goes round and round between two owners. `full` completes when its prepare warp's 32 lanes have arrived,
-  // and hands the stage to the recurrence warps; `empty` completes when the recurrence warps have, and hands it back.
-  // Use number i of a stage is phase i of both barriers: the consumers wait for parity i % 2 of `full`, the producer
-  // for parity (i - 1) % 2 of `empty`, and not at all for i = 0.
+  // and hands the stage to the recurrence warps; `empty` completes when every lane of the recurrence warps has, and
+  // hands it back. Use number i of a stage is phase i of both barriers: the consumers wait for parity i % 2 of `full`,
+  // the producer for parity (i - 1) % 2 of `empty`, and not at all for i = 0.
   Barrier full[kStages];
   Barrier empty[kStages];
 };

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads, 1) fwd_kernel(__grid_constant__ FwdP
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       shared.full[s].init(kWarp);
-      shared.empty[s].init(kRecurrenceWarps);
+      shared.empty[s].init(kRecurrenceWarps * kWarp);
     }
     cutlass::arch::fence_barrier_init();
   }

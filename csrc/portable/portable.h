@@ -1,12 +1,11 @@
 // What the host needs of the portable kernel.
 #pragma once
 
-#include <cuda_runtime.h>
-
+#include "common/launch.h"
 #include "params.h"
 
 namespace flash_kda::portable {
 
-cudaError_t fwd(FwdParams const& p, cudaStream_t stream);
+cudaError_t fwd(FwdParams const& p, Launch const& launch);
 
 }  // namespace flash_kda::portable

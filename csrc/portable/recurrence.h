@@ -121,8 +121,7 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage& shared,
             *reinterpret_cast<uint4 const*>(stage.v.at(i, column));
       }
     }
-    __syncwarp();  // every lane has read the stage
-    if (lane == 0) shared.empty[s].arrive();
+    shared.empty[s].arrive();
   }
 
 #pragma unroll

@@ -3,8 +3,8 @@
 
 namespace flash_kda::sm90 {
 
-cudaError_t fwd_split(FwdParams const& p, TensorMaps const& maps, int multiprocessors, cudaStream_t stream) {
-  return launch<Config<64>>(p, maps, multiprocessors, stream);
+cudaError_t fwd_split(FwdParams const& p, TensorMaps const& maps, Launch const& launch) {
+  return launch_fwd<Config<64>>(p, maps, launch);
 }
 
 }  // namespace flash_kda::sm90

@@ -2,9 +2,9 @@
 // one CTA, without intermediates in device memory.
 #pragma once
 
-#include <cuda_runtime.h>
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "common/launch.h"
 #include "sm90/load.h"
 #include "sm90/prepare.h"
 #include "sm90/recurrence.h"
@@ -56,14 +56,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
 // Instantiated in a translation unit for each configuration, so that they build in parallel.
 template <class Config>
-cudaError_t launch(FwdParams const& p, TensorMaps const& maps, int multiprocessors, cudaStream_t stream) {
-  auto const kernel = fwd_kernel<Config>;
+cudaError_t launch_fwd(FwdParams const& p, TensorMaps const& maps, Launch const& launch) {
   int const bytes = sizeof(SharedStorage<Config>);
-  cudaError_t const status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  cudaError_t const status = allow_shared_memory<fwd_kernel<Config>>(bytes, launch.device);
   if (status != cudaSuccess) return status;
   int64_t const items = p.num_sequences * p.num_heads * (kHeadDim / Config::kValueRows);
-  unsigned const grid = unsigned(items < multiprocessors ? items : multiprocessors);
-  kernel<<<grid, Config::kThreads, bytes, stream>>>(p, maps);
+  unsigned const grid = unsigned(items < launch.multiprocessors ? items : launch.multiprocessors);
+  fwd_kernel<Config><<<grid, Config::kThreads, bytes, launch.stream>>>(p, maps);
   return cudaGetLastError();
 }
 

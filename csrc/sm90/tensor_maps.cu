@@ -1,5 +1,7 @@
 #include "sm90/tensor_maps.h"
 
+#include <atomic>
+
 #include "common/stage.h"
 
 namespace flash_kda::sm90 {
@@ -7,8 +9,11 @@ namespace {
 
 using Encoder = decltype(&cuTensorMapEncodeTiled);
 
-// The driver's encoder by way of the runtime: the library links no libcuda.
+// The driver's encoder by way of the runtime: the library links no libcuda. Null where the driver has none; it is asked
+// again at the next call.
 Encoder find_encoder() {
+  static std::atomic<Encoder> known = nullptr;
+  if (Encoder const encoder = known.load(std::memory_order_relaxed)) return encoder;
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result;
   cudaError_t const status =
@@ -17,35 +22,62 @@ Encoder find_encoder() {
     cudaGetLastError();
     return nullptr;
   }
+  known.store(reinterpret_cast<Encoder>(function), std::memory_order_relaxed);
   return reinterpret_cast<Encoder>(function);
 }
 
-bool encode(CUtensorMap& map, TensorView const& t, FwdParams const& p) {
-  static Encoder const encoder = find_encoder();
-  if (encoder == nullptr) return false;
+// Sizes and strides, in bytes, of the dimensions outside the channels: head, token, batch.
+struct Extents {
+  cuuint64_t size[3];
+  cuuint64_t stride[3];
+};
+
+Extents extents_of(TensorView const& t, FwdParams const& p) {
   int64_t const batches = p.cu_seqlens == nullptr ? p.num_sequences : 1;
-  cuuint64_t const sizes[4] = {cuuint64_t(kHeadDim), cuuint64_t(p.num_heads), cuuint64_t(p.num_tokens),
-                               cuuint64_t(batches)};
   // The stride of a dimension of size one is never used, and may be anything in a tensor.
   auto const bytes = [](int64_t stride, int64_t size) {
     return cuuint64_t((size == 1 ? kHeadDim : stride) * int64_t(sizeof(bf16)));
   };
-  cuuint64_t const strides[3] = {bytes(t.head_stride, p.num_heads), bytes(t.token_stride, p.num_tokens),
-                                 bytes(t.batch_stride, batches)};
+  return {{cuuint64_t(p.num_heads), cuuint64_t(p.num_tokens), cuuint64_t(batches)},
+          {bytes(t.head_stride, p.num_heads), bytes(t.token_stride, p.num_tokens), bytes(t.batch_stride, batches)}};
+}
+
+// The limits of cuTensorMapEncodeTiled that validated inputs can still miss.
+bool can_describe(TensorView const& t, FwdParams const& p) {
+  constexpr cuuint64_t kMostSize = cuuint64_t(1) << 32, kMostStride = cuuint64_t(1) << 40;
+  Extents const extents = extents_of(t, p);
+  for (int i = 0; i < 3; ++i) {
+    if (extents.size[i] == 0 || extents.size[i] > kMostSize) return false;
+    if (extents.stride[i] == 0 || extents.stride[i] >= kMostStride || extents.stride[i] % 16 != 0) return false;
+  }
+  return true;
+}
+
+cudaError_t encode(CUtensorMap& map, TensorView const& t, FwdParams const& p, Encoder encoder) {
+  Extents const e = extents_of(t, p);
+  cuuint64_t const sizes[4] = {cuuint64_t(kHeadDim), e.size[0], e.size[1], e.size[2]};
   cuuint32_t const box[4] = {kPanel, 1, kChunk, 1};
   cuuint32_t const steps[4] = {1, 1, 1, 1};
-  for (cuuint64_t const stride : strides) {
-    if (stride == 0) return false;
-  }
-  return encoder(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, t.data, sizes, strides, box, steps,
-                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  CUresult const result = encoder(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, t.data, sizes, e.stride, box, steps,
+                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 }  // namespace
 
-bool make_tensor_maps(TensorMaps& maps, FwdParams const& p) {
-  return encode(maps.q, p.q, p) && encode(maps.k, p.k, p) && encode(maps.v, p.v, p) && encode(maps.g, p.g, p);
+bool can_describe(FwdParams const& p) {
+  return can_describe(p.q, p) && can_describe(p.k, p) && can_describe(p.v, p) && can_describe(p.g, p);
+}
+
+cudaError_t make_tensor_maps(TensorMaps& maps, FwdParams const& p) {
+  Encoder const encoder = find_encoder();
+  if (encoder == nullptr) return cudaErrorSymbolNotFound;
+  cudaError_t status = encode(maps.q, p.q, p, encoder);
+  if (status == cudaSuccess) status = encode(maps.k, p.k, p, encoder);
+  if (status == cudaSuccess) status = encode(maps.v, p.v, p, encoder);
+  if (status == cudaSuccess) status = encode(maps.g, p.g, p, encoder);
+  return status;
 }
 
 }  // namespace flash_kda::sm90

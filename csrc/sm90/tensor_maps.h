@@ -13,7 +13,10 @@ struct TensorMaps {
   CUtensorMap q, k, v, g;
 };
 
-// False where TMA cannot describe a tensor (a stride of zero, say): the portable kernel serves it.
-bool make_tensor_maps(TensorMaps& maps, FwdParams const& p);
+// Whether TMA can describe the inputs; not a stride of zero, for one. What it cannot, the portable kernel serves.
+bool can_describe(FwdParams const& p);
+
+// Of inputs that it can describe. Needs a current device; fails where the driver does.
+cudaError_t make_tensor_maps(TensorMaps& maps, FwdParams const& p);
 
 }  // namespace flash_kda::sm90
