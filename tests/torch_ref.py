@@ -122,9 +122,9 @@ def _sigmoid_of_negated_log2(z: torch.Tensor) -> torch.Tensor:
     return ops().rcp_approx(1.0 + ops().exp2_approx(z))
 
 
-def _inverse(lower: torch.Tensor) -> torch.Tensor:
-    """(I + L)^-1 by back substitution for its rows, in descending order."""
-    x = torch.eye(CHUNK, device=lower.device).expand(lower.shape).contiguous()
+def _inverse(lower: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:
+    """diag(diagonal) (I + L)^-1 by back substitution for its rows, in descending order."""
+    x = torch.diag_embed(diagonal)
     for r in range(CHUNK - 1, 0, -1):
         x[..., :r] = ops().fma(-lower[..., r : r + 1, :r], x[..., r : r + 1], x[..., :r])
     return x
@@ -201,20 +201,20 @@ def forward(
     strength = torch.where(valid, _sigmoid_of_negated_log2(logit * -log2e), 0.0)
 
     # Factors, shifted by a power of two.
-    norm_k = ops().rsqrt_approx(_square_sums(k) + 1e-6)
     norm_q = ops().rsqrt_approx(_square_sums(q) + 1e-6) * torch.tensor(scale, dtype=torch.float32, device=device)
     exponent = running + SHIFT
     shrink, grow = exp2(exponent), exp2(-exponent)
-    unit_k = k * norm_k[..., None]
-    k_shrunk = _bf16(unit_k * shrink)
+    k_shrunk = _bf16(k * shrink)
     q_shrunk = _bf16(q * norm_q[..., None] * shrink)
-    k_grown = _bf16(unit_k * grow)
-    lower = torch.tril(strength[..., None] * _product(k_shrunk, k_grown), -1)
+    k_grown = _bf16(k * grow)
+    gram = _product(k_shrunk, k_grown)
+    norm_k = ops().rsqrt_approx(gram.diagonal(dim1=-2, dim2=-1) + 1e-6)
+    lower = torch.tril((strength * norm_k)[..., None] * gram * norm_k[..., None, :], -1)
     m = _bf16(torch.tril(_product(q_shrunk, k_grown)))
-    a = _inverse(lower) * strength[..., None, :]
+    a = _inverse(lower, norm_k) * strength[..., None, :]
     a_hi = _bf16(a)
     a_lo = _bf16(a - a_hi)
-    del running, exponent, shrink, grow, unit_k, g, q, k
+    del running, exponent, shrink, grow, gram, g, q, k
 
     # The recurrence, value rows by tokens. Empty sequences pass their state on untouched.
     some = (lengths > 0)[:, None, None, None]
@@ -223,7 +223,7 @@ def forward(
     for c in range(chunks):
         live = valid[:, :, c].any(-1)[..., None, None]
         state_bf16 = _bf16(state)
-        x = v[:, :, c].mT - _product(state_bf16, k_shrunk[:, :, c])
+        x = fma(-norm_k[:, :, c, None], _product(state_bf16, k_shrunk[:, :, c]), v[:, :, c].mT)
         x_hi = _bf16(x)
         x_lo = _bf16(x - x_hi)
         u = _product(x_lo, a_hi[:, :, c])

@@ -20,6 +20,10 @@ struct Gate {
   __device__ float accumulate(float g, float shifted_bias, float sum) const {
     return __fmaf_rn(floor, sigmoid_of_negated_log2(__fmaf_rn(g, slope, shifted_bias)), sum);
   }
+  __device__ void accumulate(float4& sum, float4 g, float4 shifted_bias) const {
+    sum = {accumulate(g.x, shifted_bias.x, sum.x), accumulate(g.y, shifted_bias.y, sum.y),
+           accumulate(g.z, shifted_bias.z, sum.z), accumulate(g.w, shifted_bias.w, sum.w)};
+  }
 };
 
 __device__ __forceinline__ float beta_of_logit(float logit) {

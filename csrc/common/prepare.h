@@ -10,8 +10,9 @@ namespace flash_kda {
 
 // Outside of matrix fragments a lane owns channels 4 lane .. 4 lane + 3 of every row.
 constexpr int kLaneChannels = kHeadDim / kWarp;
-// From a place among the k rows of a stage to the same among its q rows.
-constexpr int kQuery = tile_offset<2 * kChunk>(kChunk, 0);
+// From a place among the k rows of a stage to the same among its q and g rows.
+constexpr int kToQuery = tile_offset<kTileRows>(kQueryRow, 0);
+constexpr int kToGate = tile_offset<kTileRows>(kGateRow, 0);
 
 __device__ __forceinline__ float4 widen(uint2 x) {
   float2 const a = unpack_bf16(x.x), b = unpack_bf16(x.y);
@@ -32,129 +33,150 @@ __device__ __forceinline__ float4 exp2_approx(float4 x) {
   return {exp2_approx(x.x), exp2_approx(x.y), exp2_approx(x.z), exp2_approx(x.w)};
 }
 
-// 1 / |k_i| and scale / |q_i|. The square sums are the diagonals of k k^T and q q^T.
-__device__ __forceinline__ void norms(Stage& stage, Scratch& scratch, float scale, int lane) {
-  float k_sums[2][4] = {}, q_sums[2][4] = {};  // columns 0-7 and 8-15
-  // The four matrices of an A operand are, in another order, those of two B operands.
-  int const offset = tile_offset<2 * kChunk>(BlockPlace::of_a(lane));
-#pragma unroll
-  for (int b = 0; b < kHeadDim / 16; ++b) {
-    uint32_t k[4], q[4];
-    load_matrices(k, stage.kq.in_block(b, offset));
-    load_matrices(q, stage.kq.in_block(b, offset + kQuery));
-    mma(k_sums[0], k, k[0], k[2]);
-    mma(k_sums[1], k, k[1], k[3]);
-    mma(q_sums[0], q, q[0], q[2]);
-    mma(q_sums[1], q, q[1], q[3]);
-  }
-  // Lane 4 g + t holds columns 2 t and 2 t + 1 of rows g and g + 8: the diagonal where t = g / 2.
+// f of the diagonal of a 16 x 16 product, given as accumulators of columns 0-7 and 8-15. Lane 4 g + t holds columns 2 t
+// and 2 t + 1 of rows g and g + 8: the diagonal where t = g / 2.
+template <class F>
+__device__ __forceinline__ void store_diagonal(float* to, float const (&left)[4], float const (&right)[4], int lane,
+                                               F const& f) {
   int const g = lane / 4;
-  if (lane % 4 == g / 2) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float const k_sum = g % 2 ? k_sums[half][2 * half + 1] : k_sums[half][2 * half];
-      float const q_sum = g % 2 ? q_sums[half][2 * half + 1] : q_sums[half][2 * half];
-      scratch.norm[g + 8 * half] = {rsqrt_approx(__fadd_rn(k_sum, 1e-6f)),
-                                    __fmul_rn(rsqrt_approx(__fadd_rn(q_sum, 1e-6f)), scale)};
-    }
-  }
+  if (lane % 4 != g / 2) return;
+  to[g] = f(g % 2 ? left[1] : left[0]);
+  to[g + 8] = f(g % 2 ? right[3] : right[2]);
 }
 
-// Turns raw rows into K+, Q+ and K- in place, each lane its own channels.
+// G of the chunk's first rows, which are raw still: of a chunk that ends before its last row.
+__device__ __forceinline__ float4 sum_gates(Stage& stage, Gate const& gate, float4 shifted_bias, int rows,
+                                            int channel) {
+  float4 sum = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+  for (int row = 0; row < rows; ++row) {
+    gate.accumulate(sum, widen(*reinterpret_cast<uint2 const*>(stage.rows.at(kGateRow + row, channel))), shifted_bias);
+  }
+  return sum;
+}
+
+// scale / |q_i|. The square sums are the diagonal of q q^T.
+__device__ __forceinline__ void query_norms(Stage& stage, Scratch& scratch, float scale, int lane) {
+  float sums[2][4] = {};  // columns 0-7 and 8-15
+  // The four matrices of an A operand are, in another order, those of two B operands.
+  int const offset = tile_offset<kTileRows>(BlockPlace::of_a(lane)) + kToQuery;
+#pragma unroll
+  for (int b = 0; b < kHeadDim / 16; ++b) {
+    uint32_t q[4];
+    load_matrices(q, stage.rows.in_block(b, offset));
+    mma(sums[0], q, q[0], q[2]);
+    mma(sums[1], q, q[1], q[3]);
+  }
+  store_diagonal(scratch.query_norm, sums[0], sums[1], lane,
+                 [&](float sum) { return __fmul_rn(rsqrt_approx(__fadd_rn(sum, 1e-6f)), scale); });
+}
+
+// Turns raw rows into K+, Q+ and K- in place, each lane its own channels. Rows past the end are zero in k and q; in g
+// they hold anything that is as finite as the others.
 __device__ __forceinline__ void factors(Stage& stage, Scratch const& scratch, Gate const& gate, float4 shifted_bias,
                                         int valid, int lane) {
   // Rows go in groups: all of a group is loaded before any of it is stored, since the compiler has to keep that order,
-  // and their sigmoids do not wait for each other. A divisor of the swizzle's period of eight rows.
+  // and their sigmoids do not wait for each other. Half the swizzle's period of eight rows.
   constexpr int kRows = 4;
   int const channel = kLaneChannels * lane;
-  bf16* const kq = stage.kq.at(0, channel / kPanel * kPanel);
-  bf16* const gs = stage.g.at(0, channel / kPanel * kPanel);
+  char* const rows = reinterpret_cast<char*>(stage.rows.data);
+  auto const row_at = [&](int offset, int to) {
+    return reinterpret_cast<uint2*>(rows + offset + to * int(sizeof(bf16)));
+  };
+  int offset[kRows];  // in bytes, of the group's k rows
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) offset[r] = tile_offset<kTileRows>(r, channel) * int(sizeof(bf16));
+
+  float4 total;  // G after the last row that is valid
+  if (valid < kChunk) total = sum_gates(stage, gate, shifted_bias, valid, channel);
+
   float4 sum = {0.f, 0.f, 0.f, 0.f};  // G
 #pragma unroll 1
-  for (int first = 0; first < kChunk; first += kRows) {
-    int const column = channel % kPanel ^ first % 8 * 8;  // swizzled for row `first`
-    uint2 *k[kRows], *q[kRows], *g[kRows], k_row[kRows], q_row[kRows], g_row[kRows];
-    float2 norm[kRows];
+  for (int first = 0; first < valid; first += kRows) {
+    uint2 k_row[kRows], q_row[kRows], g_row[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      int const offset = first * kPanel + (column ^ r * 8);
-      k[r] = reinterpret_cast<uint2*>(kq + offset + r * kPanel);
-      q[r] = reinterpret_cast<uint2*>(kq + offset + r * kPanel + kQuery);
-      g[r] = reinterpret_cast<uint2*>(gs + offset + r * kPanel);
-      k_row[r] = *k[r], q_row[r] = *q[r], g_row[r] = *g[r];
-      norm[r] = scratch.norm[first + r];
+      k_row[r] = *row_at(offset[r], 0), q_row[r] = *row_at(offset[r], kToQuery), g_row[r] = *row_at(offset[r], kToGate);
     }
+    float4 const norm4 = *reinterpret_cast<float4 const*>(&scratch.query_norm[first]);
+    float const norm[kRows] = {norm4.x, norm4.y, norm4.z, norm4.w};
     float4 exponent[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      // Padded rows do not decay: their sigmoid is finite, and fma(0, sigmoid, sum) is the sum.
-      Gate const row_gate = {gate.slope, first + r < valid ? gate.floor : 0.f};
-      float4 const raw = widen(g_row[r]);
-      sum.x = row_gate.accumulate(raw.x, shifted_bias.x, sum.x);
-      sum.y = row_gate.accumulate(raw.y, shifted_bias.y, sum.y);
-      sum.z = row_gate.accumulate(raw.z, shifted_bias.z, sum.z);
-      sum.w = row_gate.accumulate(raw.w, shifted_bias.w, sum.w);
+      gate.accumulate(sum, widen(g_row[r]), shifted_bias);
       // The sum itself stays unshifted: added to 57, slow decays would lose their last bits.
       exponent[r] = plus(sum, kShift);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       float4 const shrink = exp2_approx(exponent[r]), grow = exp2_approx(minus(exponent[r]));
-      float4 const unit_k = times(widen(k_row[r]), norm[r].x);
-      *q[r] = narrow(times(times(widen(q_row[r]), norm[r].y), shrink));
-      *k[r] = narrow(times(unit_k, shrink));
-      *g[r] = narrow(times(unit_k, grow));
+      float4 const k = widen(k_row[r]);
+      *row_at(offset[r], kToQuery) = narrow(times(times(widen(q_row[r]), norm[r]), shrink));
+      *row_at(offset[r], 0) = narrow(times(k, shrink));
+      *row_at(offset[r], kToGate) = narrow(times(k, grow));
+      // To the next group: another place in the swizzle's period.
+      offset[r] = (offset[r] ^ kRows * 16) + kRows * kPanel * int(sizeof(bf16));
     }
   }
-  float4 const decay = exp2_approx(sum);
+  float4 const decay = exp2_approx(valid < kChunk ? total : sum);
   *reinterpret_cast<float2*>(stage.decay.pair(lane / 2, lane % 2 * 2)) = {decay.x, decay.y};
   *reinterpret_cast<float2*>(stage.decay.pair(lane / 2, lane % 2 * 2 + 1)) = {decay.z, decay.w};
 }
 
-// L and M.
-__device__ __forceinline__ void gram(Stage& stage, Scratch& scratch, int lane) {
+// L, M, and n from the diagonal of K+ K-^T.
+__device__ __forceinline__ void gram(Stage& stage, Scratch const& scratch, KeyNorms& key_norms, int lane) {
   float l[2][4] = {}, m[2][4] = {};
-  int const offset = tile_offset<2 * kChunk>(BlockPlace::of_a(lane));
-  int const column_offset = tile_offset<kChunk>(BlockPlace::of_b(lane));
+  int const offset = tile_offset<kTileRows>(BlockPlace::of_a(lane));
+  int const column_offset = tile_offset<kTileRows>(BlockPlace::of_b(lane)) + kToGate;
 #pragma unroll
   for (int b = 0; b < kHeadDim / 16; ++b) {
     uint32_t k[4], q[4], columns[4];
-    load_matrices(k, stage.kq.in_block(b, offset));
-    load_matrices(q, stage.kq.in_block(b, offset + kQuery));
-    load_matrices(columns, stage.g.in_block(b, column_offset));
+    load_matrices(k, stage.rows.in_block(b, offset));
+    load_matrices(q, stage.rows.in_block(b, offset + kToQuery));
+    load_matrices(columns, stage.rows.in_block(b, column_offset));
     mma(l[0], k, columns[0], columns[1]);
     mma(l[1], k, columns[2], columns[3]);
     mma(m[0], q, columns[0], columns[1]);
     mma(m[1], q, columns[2], columns[3]);
   }
+  store_diagonal(key_norms.data, l[0], l[1], lane, [](float sum) { return rsqrt_approx(__fadd_rn(sum, 1e-6f)); });
+  __syncwarp();
+  float2 column_norm[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    column_norm[half] = *reinterpret_cast<float2 const*>(&key_norms.data[8 * half + 2 * (lane % 4)]);
+  }
   // The triangles are cut out by selection: what lies outside may be infinite.
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     int const i = lane / 4 + 8 * r;
-    float const beta = scratch.beta[i];
+    float const row = __fmul_rn(scratch.beta[i], key_norms.data[i]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int const j = 8 * half + 2 * (lane % 4);
-      *reinterpret_cast<float2*>(&scratch.l[i][j]) = {j < i ? __fmul_rn(beta, l[half][2 * r]) : 0.f,
-                                                      j + 1 < i ? __fmul_rn(beta, l[half][2 * r + 1]) : 0.f};
+      float const left = __fmul_rn(__fmul_rn(row, l[half][2 * r]), column_norm[half].x);
+      float const right = __fmul_rn(__fmul_rn(row, l[half][2 * r + 1]), column_norm[half].y);
+      *reinterpret_cast<float2*>(stage.l().at(i, j)) = {j < i ? left : 0.f, j + 1 < i ? right : 0.f};
       *reinterpret_cast<uint32_t*>(stage.m.at(i, j)) =
           pack_bf16(j <= i ? m[half][2 * r] : 0.f, j + 1 <= i ? m[half][2 * r + 1] : 0.f);
     }
   }
 }
 
-// A = (I + L)^{-1} diag(beta), X (I + L) = I solved for the rows of X by back substitution in fp32, split into two bf16
-// parts. Both half-warps solve for row lane % 16; the lower one stores the high part, the upper one what is left of it.
-__device__ __forceinline__ void invert(Stage& stage, Scratch const& scratch, int lane) {
+// A = diag(n) (I + L)^{-1} diag(beta): X (I + L) = diag(n) solved for the rows of X by back substitution in fp32, split
+// into two bf16 parts that take L's place. Both half-warps solve for row lane % 16; the lower one stores the high part,
+// the upper one what is left of it.
+__device__ __forceinline__ void invert(Stage& stage, Scratch const& scratch, KeyNorms const& key_norms, int lane) {
   int const i = lane % 16;
+  float const norm = key_norms.data[i];
   float x[kChunk];
 #pragma unroll
-  for (int j = 0; j < kChunk; ++j) x[j] = i == j ? 1.f : 0.f;
+  for (int j = 0; j < kChunk; ++j) x[j] = i == j ? norm : 0.f;
 #pragma unroll
   for (int r = kChunk - 1; r > 0; --r) {
 #pragma unroll
     for (int j4 = 0; j4 < r; j4 += 4) {
-      float4 const l = *reinterpret_cast<float4 const*>(&scratch.l[r][j4]);
+      float4 const l = *reinterpret_cast<float4 const*>(stage.l().at(r, j4));
       float const row[4] = {l.x, l.y, l.z, l.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -174,6 +196,7 @@ __device__ __forceinline__ void invert(Stage& stage, Scratch const& scratch, int
     hi[j4 / 2] = high.x, hi[j4 / 2 + 1] = high.y;
     lo[j4 / 2] = low.x, lo[j4 / 2 + 1] = low.y;
   }
+  __syncwarp();  // every lane has read L
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (lane < 16) {
@@ -203,19 +226,22 @@ __device__ __forceinline__ bf16 load_logit(bf16 const* logits, int64_t pitch, in
   return lane < valid ? logits[(token + lane) * pitch] : bf16(0.f);
 }
 
-// All of it. k, q and g have arrived in the stage; V is not touched. On return the factors are written and the scratch
-// may be reused.
-__device__ __forceinline__ void prepare_chunk(Stage& stage, Scratch& scratch, LaneGate const& gate, float scale,
-                                              bf16 logit, int valid, int lane) {
-  norms(stage, scratch, scale, lane);
+// The first half of the work. k, q and g have arrived in the stage; V is not touched.
+__device__ __forceinline__ void make_factors(Stage& stage, Scratch& scratch, LaneGate const& gate, float scale,
+                                             bf16 logit, int valid, int lane) {
+  query_norms(stage, scratch, scale, lane);
   // Padded rows have a beta of zero, so that their U is zero. The logit is first used here: it came from device memory.
   if (lane < kChunk) scratch.beta[lane] = lane < valid ? beta_of_logit(float(logit)) : 0.f;
   __syncwarp();
   factors(stage, scratch, gate.gate, gate.shifted_bias, valid, lane);
   __syncwarp();
-  gram(stage, scratch, lane);
+}
+
+// The second half. On return everything is written and the scratch may be reused.
+__device__ __forceinline__ void make_matrices(Stage& stage, Scratch const& scratch, KeyNorms& key_norms, int lane) {
+  gram(stage, scratch, key_norms, lane);
   __syncwarp();
-  invert(stage, scratch, lane);
+  invert(stage, scratch, key_norms, lane);
   __syncwarp();
 }
 

@@ -6,6 +6,8 @@
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
 
+#include <cstddef>
+
 #include "common/mma.h"
 #include "params.h"
 
@@ -29,14 +31,17 @@ __device__ __forceinline__ int tile_offset(BlockPlace place) {
   return tile_offset<kRows>(place.row, place.column);
 }
 
-// The layouts that wgmma's descriptors are made from.
-template <int kRows>
-using TileKMajor = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<bf16>{},
-                                                cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>>{}));
-template <int kRows>
-using TileMNMajor = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<bf16>{},
-                                                 cute::Shape<cute::Int<kHeadDim>, cute::Int<kRows>>{},
-                                                 cute::Step<cute::_2, cute::_1>{}));
+// The layouts that wgmma's descriptors are made from, of some rows of a tile, from one on that is a multiple of 8.
+template <int kTileRows, int kRows = kTileRows>
+using TileKMajor =
+    decltype(cute::composition(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<bf16>{},
+                                                   cute::Shape<cute::Int<kTileRows>, cute::Int<kHeadDim>>{}),
+                               cute::Tile<cute::Int<kRows>, cute::Int<kHeadDim>>{}));
+template <int kTileRows, int kRows = kTileRows>
+using TileMNMajor = decltype(cute::composition(
+    cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<bf16>{},
+                        cute::Shape<cute::Int<kHeadDim>, cute::Int<kTileRows>>{}, cute::Step<cute::_2, cute::_1>{}),
+    cute::Tile<cute::Int<kHeadDim>, cute::Int<kRows>>{}));
 // [token, token] matrices: 8 x 8 blocks of 128 bytes, one after the other.
 using SquareLayout = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_INTER_Atom<bf16>{},
                                                   cute::Shape<cute::Int<kChunk>, cute::Int<kChunk>>{}));
@@ -64,7 +69,7 @@ constexpr bool offsets_are_the_layouts() {
   }
   return true;
 }
-static_assert(offsets_are_the_layouts<kChunk>() && offsets_are_the_layouts<2 * kChunk>());
+static_assert(offsets_are_the_layouts<kChunk>() && offsets_are_the_layouts<3 * kChunk>());
 
 template <int kRows>
 struct Tile {
@@ -89,33 +94,54 @@ struct Square {
   __device__ bf16* at(BlockPlace place) { return at(place.row, place.column); }
 };
 
-// A chunk's factors. With G the running log2 decay inside the chunk and c = kShift:
-//   K+ = k 2^{G + c}      Q+ = scale q 2^{G + c}      K- = k 2^{-G - c}      S' = S 2^{-c}
-//   X = V - K+ S'^T,  U = A X,  O = Q+ S'^T + M U,  S' <- (S' + U^T K-) diag(2^{G_C})
-// where L = strictly lower part of diag(beta) K+ K-^T,  M = lower part of Q+ K-^T,  A = (I + L)^{-1} diag(beta).
-// G reaches -115 over 16 tokens at lower_bound = -5; the shift, a power of two and thus exact, keeps every factor
-// within 2^+-58, so that values up to 2^69 and states down to 2^-69 neither overflow nor lose bits. It is a constant: a
+// A chunk's factors. With G the running log2 decay inside the chunk, c = kShift, and n_i = 1 / |k_i|:
+//   K+ = k 2^{G + c}      Q+ = scale q / |q| 2^{G + c}      K- = k 2^{-G - c}      S' = S 2^{-c}
+//   X = V - diag(n) K+ S'^T,  U = A X,  O = Q+ S'^T + M U,  S' <- (S' + U^T K-) diag(2^{G_C})
+// where L = strictly lower part of diag(beta n) K+ K-^T diag(n),  M = lower part of Q+ K-^T,
+//   A = diag(n) (I + L)^{-1} diag(beta).
+// k is not normalised row by row: its norm is found on the diagonal of K+ K-^T, and goes with the small matrices.
+//
+// G reaches -115 over 16 tokens at lower_bound = -5; the shift, a power of two and thus exact, keeps every decay within
+// 2^+-58, so that values up to 2^69 and states down to 2^-69 neither overflow nor lose bits. It is a constant: a
 // shift that followed the data would let later tokens change the rounding of earlier outputs.
 constexpr float kShift = 57.f;
 constexpr float kShiftDown = 0x1p-57f;  // 2^{-c}
 constexpr float kShiftUp = 0x1p57f;
 
-// Each factor takes the place of the input that it is made of.
-struct alignas(1024) Stage {
-  Tile<2 * kChunk> kq;  // rows 0-15: k, then K+; rows 16-31: q, then Q+
-  Tile<kChunk> g;       // g, then K-
-  Tile<kChunk> v;       // V
-  Square a_hi, a_lo;    // A = a_hi + a_lo
-  Square m;             // M
-  Decay decay;
+// First rows of the inputs, and of the factors that take their places, in a stage's tile.
+constexpr int kKeyRow = 0;            // k, then K+
+constexpr int kQueryRow = kChunk;     // q, then Q+
+constexpr int kGateRow = 2 * kChunk;  // g, then K-
+constexpr int kTileRows = 3 * kChunk;
+
+// L, in the order [i][j] but for halves of eight columns, which change places in every other pair of rows: a fragment's
+// stores then meet every bank once.
+struct LowerTriangle {
+  float data[kChunk * kChunk];
+  __device__ float* at(int i, int j) { return &data[i * kChunk + (j ^ (i / 2 % 2 * 8))]; }
 };
-static_assert(sizeof(Stage) == 18 * 1024, "no padding: every tile starts on a swizzle period of 1024 bytes");
+
+struct alignas(1024) Stage {
+  Tile<kTileRows> rows;
+  Square a_hi, a_lo;  // A = a_hi + a_lo
+  Square m;           // M
+  Decay decay;        // 2^{G_C}
+  Tile<kChunk> v;     // V
+  // L lies in A's place until it is solved.
+  __device__ LowerTriangle& l() { return reinterpret_cast<LowerTriangle&>(a_hi); }
+};
+static_assert(sizeof(LowerTriangle) == 2 * sizeof(Square) &&
+              offsetof(Stage, a_lo) == offsetof(Stage, a_hi) + sizeof(Square));
+static_assert(sizeof(Stage) == 18 * 1024 && offsetof(Stage, v) % 1024 == 0, "every tile starts on a swizzle period");
+
+// n of a stage's chunk.
+struct alignas(16) KeyNorms {
+  float data[kChunk];
+};
 
 // What the warp that prepares a chunk keeps to itself.
 struct Scratch {
-  // L; the pitch keeps rows 16-byte aligned and a fragment's stores on different banks.
-  alignas(16) float l[kChunk][20];
-  alignas(16) float2 norm[kChunk];  // 1 / |k_i| and scale / |q_i|
+  alignas(16) float query_norm[kChunk];  // scale / |q_i|
   alignas(16) float beta[kChunk];
 };
 

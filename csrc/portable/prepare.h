@@ -19,8 +19,9 @@ struct Rows {
   }
 };
 
-// Starts copying a chunk's rows, 16 bytes a lane at a time; rows past the end become zero.
-template <int kRows>
+// Starts copying a chunk's rows, 16 bytes a lane at a time; rows past the end become zero, or repeat the last one.
+enum class PastTheEnd { kZero, kRepeat };
+template <PastTheEnd kPastTheEnd, int kRows>
 __device__ __forceinline__ void copy_rows(Tile<kRows>& tile, int first_row, Rows const& rows, int64_t token, int valid,
                                           int lane) {
   int const column = 8 * (lane % 16);
@@ -29,7 +30,8 @@ __device__ __forceinline__ void copy_rows(Tile<kRows>& tile, int first_row, Rows
   for (int row = lane / 16; row < kChunk; row += kWarp / 16) {
     cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
         *reinterpret_cast<cute::uint128_t const*>(first + min(row, valid - 1) * rows.pitch),
-        *reinterpret_cast<cute::uint128_t*>(tile.at(first_row + row, column)), row < valid);
+        *reinterpret_cast<cute::uint128_t*>(tile.at(first_row + row, column)),
+        kPastTheEnd == PastTheEnd::kRepeat || row < valid);
   }
 }
 
@@ -56,11 +58,11 @@ __device__ __forceinline__ void prepare(FwdParams const& p, SharedStorage& share
     bf16 const logit = load_logit(logits, p.beta.token_stride, token, valid, lane);
 
     if (use > 0) shared.empty[warp].wait((use - 1) % 2);
-    copy_rows(stage.kq, 0, k, token, valid, lane);
-    copy_rows(stage.kq, kChunk, q, token, valid, lane);
-    copy_rows(stage.g, 0, g, token, valid, lane);
+    copy_rows<PastTheEnd::kZero>(stage.rows, kKeyRow, k, token, valid, lane);
+    copy_rows<PastTheEnd::kZero>(stage.rows, kQueryRow, q, token, valid, lane);
+    copy_rows<PastTheEnd::kRepeat>(stage.rows, kGateRow, g, token, valid, lane);
     cute::cp_async_fence();
-    copy_rows(stage.v, 0, v, token, valid, lane);
+    copy_rows<PastTheEnd::kZero>(stage.v, 0, v, token, valid, lane);
     cute::cp_async_fence();
     // The stage is free only when its last chunk has been used up: the wait for it must not start from DRAM.
     prefetch_rows(k, token + kStride, sequence.length, lane);
@@ -70,7 +72,8 @@ __device__ __forceinline__ void prepare(FwdParams const& p, SharedStorage& share
 
     cute::cp_async_wait<1>();  // k, q and g are there; V may still be on its way
     __syncwarp();
-    prepare_chunk(stage, scratch, gate, p.scale, logit, valid, lane);
+    make_factors(stage, scratch, gate, p.scale, logit, valid, lane);
+    make_matrices(stage, scratch, shared.key_norms[warp], lane);
     cute::cp_async_wait<0>();
     shared.full[warp].arrive();
   }

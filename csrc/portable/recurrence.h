@@ -10,17 +10,19 @@
 namespace flash_kda::portable {
 
 // Everything is transposed, value rows by tokens, so that the state is always the A operand or the accumulator:
-//   X^T = V^T - S' K+^T,  U^T = X^T A^T,  O^T = S' Q+^T + U^T M^T,  S' <- (S' + U^T K-) diag(decay)
-__device__ __forceinline__ void step(StateRows (&state)[kRowTiles], Stage& stage, int first_value, int lane) {
+//   X^T = V^T - S' K+^T diag(n),  U^T = X^T A^T,  O^T = S' Q+^T + U^T M^T,  S' <- (S' + U^T K-) diag(decay)
+__device__ __forceinline__ void step(StateRows (&state)[kRowTiles], Stage& stage, KeyNorms const& key_norms,
+                                     int first_value, int lane) {
   BlockPlace const place = BlockPlace::of_b(lane);
-  int const offset = tile_offset<2 * kChunk>(place), transposed_offset = tile_offset<kChunk>(BlockPlace::of_a(lane));
+  int const offset = tile_offset<kTileRows>(place);
+  int const transposed_offset = tile_offset<kTileRows>(BlockPlace::of_a(lane)) + kToGate;
 
   float x[kRowTiles][2][4] = {}, o[kRowTiles][2][4] = {};
 #pragma unroll
   for (int j = 0; j < kHeadDim / 8; j += 2) {
     uint32_t k[4], q[4];
-    load_matrices(k, stage.kq.in_block(j / 2, offset));
-    load_matrices(q, stage.kq.in_block(j / 2, offset + kQuery));
+    load_matrices(k, stage.rows.in_block(j / 2, offset));
+    load_matrices(q, stage.rows.in_block(j / 2, offset + kToQuery));
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
       uint32_t s[4];
@@ -36,6 +38,11 @@ __device__ __forceinline__ void step(StateRows (&state)[kRowTiles], Stage& stage
   uint32_t a_hi[4], a_lo[4], u_operand[kRowTiles][4];
   load_matrices(a_hi, stage.a_hi.at(place));
   load_matrices(a_lo, stage.a_lo.at(place));
+  float2 norm[2];  // of the tokens of a lane's columns
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    norm[half] = *reinterpret_cast<float2 const*>(&key_norms.data[8 * half + 2 * (lane % 4)]);
+  }
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
     uint32_t v[4], x_hi[4], x_lo[4];
@@ -44,7 +51,8 @@ __device__ __forceinline__ void step(StateRows (&state)[kRowTiles], Stage& stage
     for (int i = 0; i < 4; ++i) {
       float2 const value = unpack_bf16(v[i]);
       float const(&y)[4] = x[t][i / 2];
-      float const a = __fsub_rn(value.x, y[2 * (i % 2)]), b = __fsub_rn(value.y, y[2 * (i % 2) + 1]);
+      float const a = __fmaf_rn(-norm[i / 2].x, y[2 * (i % 2)], value.x);
+      float const b = __fmaf_rn(-norm[i / 2].y, y[2 * (i % 2) + 1], value.y);
       x_hi[i] = pack_bf16(a, b);
       float2 const hi = unpack_bf16(x_hi[i]);
       x_lo[i] = pack_bf16(__fsub_rn(a, hi.x), __fsub_rn(b, hi.y));
@@ -63,7 +71,7 @@ __device__ __forceinline__ void step(StateRows (&state)[kRowTiles], Stage& stage
   for (int j = 0; j < kHeadDim / 8; j += 2) {
     uint32_t k[4];
     // Depth is the token here.
-    load_matrices_transposed(k, stage.g.in_block(j / 2, transposed_offset));
+    load_matrices_transposed(k, stage.rows.in_block(j / 2, transposed_offset));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float2 const d = *reinterpret_cast<float2 const*>(stage.decay.pair(j + half, lane % 4));
@@ -112,7 +120,7 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage& shared,
     uint32_t const s = chunk % kStages;
     Stage& stage = shared.stage[s];
     shared.full[s].wait(chunk / kStages % 2);
-    step(state, stage, first_value, lane);
+    step(state, stage, shared.key_norms[s], first_value, lane);
     __syncwarp();
 #pragma unroll
     for (int i = row; i < kChunk; i += kWarp / 4) {

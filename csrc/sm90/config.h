@@ -26,19 +26,20 @@ template <int kValueRows_>
 struct Config {
   static constexpr int kValueRows = kValueRows_;
 
-  // Warpgroups in this order: recurrence (64 value rows each), then prepare, whose last warp feeds TMA instead. Chunk c
-  // is prepared by warp c % kPrepareWarps in stage c % kStages.
+  // Warpgroups in this order: recurrence (64 value rows each), then prepare. Chunk c is loaded and prepared by warp
+  // c % kPrepareWarps in stage c % kStages.
   static constexpr int kRecurrenceWarpgroups = kValueRows / 64;
-  static constexpr int kPrepareWarpgroups = kValueRows == 128 ? 2 : 3;
+  static constexpr int kPrepareWarpgroups = 2;
   static constexpr int kRecurrenceWarps = 4 * kRecurrenceWarpgroups;
-  static constexpr int kPrepareWarps = 4 * kPrepareWarpgroups - 1;
+  static constexpr int kPrepareWarps = 4 * kPrepareWarpgroups;
   static constexpr int kThreads = 128 * (kRecurrenceWarpgroups + kPrepareWarpgroups);
-  static constexpr int kStages = 11;
+  static constexpr int kStages = 12;
+  static_assert(kPrepareWarps < kStages, "a warp starts loading its next chunk before it has finished this one");
 
   // Registers a thread: what the launch bounds give everyone, and what setmaxnreg makes of it.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kRecurrenceRegisters = kValueRows == 128 ? 152 : 168;
-  static constexpr int kPrepareRegisters = kValueRows == 128 ? 104 : 112;
+  static constexpr int kRecurrenceRegisters = kValueRows == 128 ? 152 : 216;
+  static constexpr int kPrepareRegisters = kValueRows == 128 ? 104 : 144;
   static_assert(kRecurrenceRegisters * kRecurrenceWarpgroups + kPrepareRegisters * kPrepareWarpgroups <=
                     kLaunchRegisters * (kRecurrenceWarpgroups + kPrepareWarpgroups),
                 "setmaxnreg would wait for ever");
@@ -64,13 +65,16 @@ struct alignas(128) OutTile {
 template <class Config>
 struct SharedStorage {
   Stage stage[Config::kStages];
+  KeyNorms key_norms[Config::kStages];
   Scratch scratch[Config::kPrepareWarps];
   OutTile out[Config::kRecurrenceWarps];
-  // Stage s goes round three owners, use after use; use number i is phase i of all three barriers.
-  // - loaded: one arrival (the feeding lane's, which announces the bytes) and the bytes hand it to its prepare warp.
+  // Stage s, and what belongs to it, goes round three owners, use after use; use number i is phase i of all three
+  // barriers.
+  // - loaded: one arrival (of a prepare warp's lane, which announces the bytes) and the bytes hand it from TMA to that
+  //   prepare warp.
   // - full: the prepare warp's 32 lanes hand it to the recurrence warps.
-  // - empty: one arrival of each recurrence warp hands it back to the feeding lane. Before use i that lane waits for
-  //   use i - 1, parity (i - 1) % 2; for i = 0 it does not wait.
+  // - empty: one arrival of each recurrence warp hands it back to the prepare warp of use i, which waits for use i - 1,
+  //   parity (i - 1) % 2, before it starts TMA; for i = 0 it does not wait.
   Barrier loaded[Config::kStages];
   Barrier full[Config::kStages];
   Barrier empty[Config::kStages];

@@ -5,7 +5,6 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "common/launch.h"
-#include "sm90/load.h"
 #include "sm90/prepare.h"
 #include "sm90/recurrence.h"
 
@@ -32,25 +31,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   make_plan<Config>(p, shared.plan);  // ends with a block barrier
 
   Schedule<Config> const schedule{p, shared.plan};
-  WorkItem item;
-  uint32_t chunk = 0;
   if (warp < Config::kRecurrenceWarps) {
     cutlass::arch::warpgroup_reg_alloc<Config::kRecurrenceRegisters>();
-    for (int round = 0; schedule.find(item, round); ++round) recur(p, shared, item, chunk, warp, lane);
+    WorkItem item;
+    RingPlace<Config> place(0);
+    for (int round = 0; schedule.find(item, round); ++round) recur(p, shared, item, place, warp, lane);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::kPrepareRegisters>();
-    if (warp < Config::kRecurrenceWarps + Config::kPrepareWarps) {
-      for (int round = 0; schedule.find(item, round); ++round) {
-        prepare(p, shared, item, chunk, warp - Config::kRecurrenceWarps, lane);
-        chunk += item.chunks();
-      }
-    } else {
-      for (int round = 0; schedule.find(item, round); ++round) {
-        prefetch_state<Config>(p, item, lane);
-        if (lane == 0) load(maps, shared, item, chunk);
-        __syncwarp();
-      }
-    }
+    prepare(p, maps, shared, schedule, warp - Config::kRecurrenceWarps, lane);
   }
 }
 

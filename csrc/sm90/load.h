@@ -1,6 +1,7 @@
-// The load role: one lane keeps TMA ahead of everyone else.
+// TMA: a chunk's rows on their way into a stage.
 #pragma once
 
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "sm90/schedule.h"
@@ -15,29 +16,26 @@ __device__ __forceinline__ void copy_panel(CUtensorMap const& map, Barrier& barr
                                batch);
 }
 
-// All chunks of an item, by one lane. `chunk` counts the chunks of the CTA's list.
+// Fills a stage, which has to be empty, with the chunk at `token` of an item. By a whole warp, so that everything is
+// uniform; one lane acts.
 template <class Config>
 __device__ __forceinline__ void load(TensorMaps const& maps, SharedStorage<Config>& shared, WorkItem const& item,
-                                     uint32_t& chunk) {
-  int const batch = int(item.sequence.batch), begin = int(item.sequence.begin), length = item.length();
-#pragma unroll 1
-  for (int token = 0; token < length; token += kChunk, ++chunk) {
-    RingPlace<Config> const place(chunk);
-    Stage& stage = shared.stage[place.stage];
-    Barrier& loaded = shared.loaded[place.stage];
-    if (place.use > 0) shared.empty[place.stage].wait((place.use - 1) % 2);
-    loaded.arrive_and_expect_bytes(Config::kStageBytes);
-    // A box that reaches past the sequence brings rows of the next one, or zeros past the tensor: prepare clears them.
+                                     int token, int stage_index) {
+  if (!cute::elect_one_sync()) return;
+  int const batch = int(item.sequence.batch), first = int(item.sequence.begin) + token;
+  Stage& stage = shared.stage[stage_index];
+  Barrier& loaded = shared.loaded[stage_index];
+  loaded.arrive_and_expect_bytes(Config::kStageBytes);
+  // A box that reaches past the sequence brings rows of the next one, or zeros past the tensor: prepare clears them.
 #pragma unroll
-    for (int c = 0; c < kHeadDim; c += kPanel) {
-      copy_panel(maps.k, loaded, stage.kq.at(0, c), c, item.head, begin + token, batch);
-      copy_panel(maps.q, loaded, stage.kq.at(kChunk, c), c, item.head, begin + token, batch);
-      copy_panel(maps.g, loaded, stage.g.at(0, c), c, item.head, begin + token, batch);
-    }
+  for (int c = 0; c < kHeadDim; c += kPanel) {
+    copy_panel(maps.k, loaded, stage.rows.at(kKeyRow, c), c, item.head, first, batch);
+    copy_panel(maps.q, loaded, stage.rows.at(kQueryRow, c), c, item.head, first, batch);
+    copy_panel(maps.g, loaded, stage.rows.at(kGateRow, c), c, item.head, first, batch);
+  }
 #pragma unroll
-    for (int c = 0; c < Config::kValueRows; c += kPanel) {
-      copy_panel(maps.v, loaded, stage.v.at(0, c), item.first_value + c, item.head, begin + token, batch);
-    }
+  for (int c = 0; c < Config::kValueRows; c += kPanel) {
+    copy_panel(maps.v, loaded, stage.v.at(0, c), item.first_value + c, item.head, first, batch);
   }
 }
 

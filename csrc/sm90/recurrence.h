@@ -23,31 +23,41 @@ using Accumulator = cute::Shape<cute::Shape<cute::_2, cute::_2, cute::Int<kTiles
 template <int kBlocks>
 using Operand = cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kBlocks>>;
 
-// A matrix of every stage: `layout` and a third mode that walks the ring.
-template <class Config, class Layout>
-__device__ __forceinline__ auto in_every_stage(bf16* in_first_stage, Layout layout) {
-  using namespace cute;
-  auto const ring = make_layout(Int<Config::kStages>{}, Int<int(sizeof(Stage) / sizeof(bf16))>{});
-  return make_tensor(make_smem_ptr(in_first_stage),
-                     make_composed_layout(layout.layout_a(), layout.offset(), append<3>(layout.layout_b(), ring)));
-}
+// B operands as GMMA descriptors: of the matrix `offset` bytes into a stage, given the stage's address / 16. CuTe makes
+// the same ones of the layouts in common/stage.h, but masks and shifts an address anew for every product.
+template <uint32_t kLow, uint32_t kHigh>
+struct Descriptor {
+  __device__ static auto of(uint32_t stage_address, int offset) {
+    cute::GmmaDescriptor descriptor;
+    descriptor.reg32_[0] = stage_address + (uint32_t(offset) / 16 + kLow);  // shared memory ends below 2^18: no carry
+    descriptor.reg32_[1] = kHigh;
+    return cute::make_tensor(cute::GMMA::DescriptorIterator{descriptor},
+                             cute::Layout<cute::Shape<cute::_1, cute::_1>>{});
+  }
+};
+// Low word: start address / 16, distance of blocks along the leading dimension / 16 from bit 16 on. High word: distance
+// along the other one / 16, swizzle mode from bit 30 on.
+constexpr uint32_t leading(int bytes) { return uint32_t(bytes) / 16 << 16; }
+constexpr uint32_t kSwizzle128 = uint32_t(cute::GMMA::LayoutType::B128) << 30;
+constexpr int kGroupBytes = 8 * kPanel * int(sizeof(bf16));                  // eight rows of a panel
+constexpr int kPanelStride = kTileRows * kPanel * int(sizeof(bf16));         // from a panel to the next
+using RowsKMajor = Descriptor<leading(16), kSwizzle128 | kGroupBytes / 16>;  // the leading distance is not used
+using RowsMNMajor = Descriptor<leading(kPanelStride), kSwizzle128 | kGroupBytes / 16>;
+using SquareKMajor =
+    Descriptor<leading(square_offset(0, 8) * int(sizeof(bf16))), square_offset(8, 0) * sizeof(bf16) / 16>;
 
-// All chunks of an item, by a warpgroup. `chunk` counts the chunks of the CTA's list.
+// All chunks of an item, by a warpgroup; `ring` is where they start.
 template <class Config>
 __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>& shared, WorkItem const& item,
-                                      uint32_t& chunk, int warp, int lane) {
+                                      RingPlace<Config>& ring, int warp, int lane) {
   using namespace cute;
   int const warp_value = item.first_value + 16 * warp;  // the first of the warp's sixteen value rows
   int64_t const state_offset =
       ((item.sequence_index * p.num_heads + item.head) * kHeadDim + warp_value) * static_cast<int64_t>(kHeadDim);
-  int const thread = threadIdx.x % 128;
 
   TiledMMA contract = make_tiled_mma(ContractAtom{});
   TiledMMA square = make_tiled_mma(SquareAtom{});
   TiledMMA update = make_tiled_mma(UpdateAtom{});
-  auto const contract_slice = contract.get_thread_slice(thread);
-  auto const square_slice = square.get_thread_slice(thread);
-  auto const update_slice = update.get_thread_slice(thread);
 
   // An empty sequence hands its state on as it came, to the last bit.
   bool const is_empty = item.length() == 0;
@@ -67,12 +77,7 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
   uint32_t* const x_lo_bits = reinterpret_cast<uint32_t*>(raw_pointer_cast(x_lo.data()));
   uint32_t* const u_bits = reinterpret_cast<uint32_t*>(raw_pointer_cast(u_operand.data()));
 
-  Stage& first = shared.stage[0];
-  auto const kq = contract_slice.partition_fragment_B(in_every_stage<Config>(first.kq.data, TileKMajor<2 * kChunk>{}));
-  auto const k_grown = update_slice.partition_fragment_B(in_every_stage<Config>(first.g.data, TileMNMajor<kChunk>{}));
-  auto const a_hi = square_slice.partition_fragment_B(in_every_stage<Config>(first.a_hi.data, SquareLayout{}));
-  auto const a_lo = square_slice.partition_fragment_B(in_every_stage<Config>(first.a_lo.data, SquareLayout{}));
-  auto const m = square_slice.partition_fragment_B(in_every_stage<Config>(first.m.data, SquareLayout{}));
+  uint32_t const first_address = cast_smem_ptr_to_uint(&shared.stage[0]) / 16;
 
   // Two lanes store a token's sixteen values.
   OutTile& out_tile = shared.out[warp];
@@ -89,23 +94,29 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
   };
 
 #pragma unroll 1
-  for (int left = item.length(); left > 0; left -= kChunk, ++chunk) {
-    RingPlace<Config> const ring(chunk);
-    uint32_t const s = ring.stage;
+  for (int left = item.length(); left > 0; left -= kChunk, ring.advance(1)) {
+    int const s = ring.stage;
     Stage& stage = shared.stage[s];
+    uint32_t const address = first_address + s * uint32_t(sizeof(Stage) / 16);
 
 #pragma unroll
     for (int i = 0; i < kHeadDim / 4; ++i) s_bits[i] = pack_bf16(state(2 * i), state(2 * i + 1));
     shared.full[s].wait(ring.use % 2);
     uint32_t v[4];
     load_matrices_transposed(v, stage.v.at(place.row, 16 * warp + place.column));
+    float2 norm[2];  // of the tokens of a lane's columns
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      norm[half] = *reinterpret_cast<float2 const*>(&shared.key_norms[s].data[8 * half + 2 * (lane % 4)]);
+    }
 
     warpgroup_fence_operand(xo);
     warpgroup_arrive();
     contract.accumulate_ = GMMA::ScaleOut::Zero;
 #pragma unroll
     for (int b = 0; b < kHeadDim / 16; ++b) {
-      gemm(contract, s_operand(_, _, b), kq(_, _, b, s), xo);
+      gemm(contract, s_operand(_, _, b),
+           RowsKMajor::of(address, tile_offset<kTileRows>(kKeyRow, 16 * b) * int(sizeof(bf16))), xo);
       contract.accumulate_ = GMMA::ScaleOut::One;
     }
     warpgroup_commit_batch();
@@ -125,22 +136,26 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
     if constexpr (Config::kDecayEarly) fetch_decay();
 #pragma unroll
     for (int i = 0; i < 8; ++i) o(i) = xo(8 + i);
-    // X = V - S' K+^T and A both in two bf16 parts; the product of the low parts is below fp32 rounding of the whole.
+    // X = V - S' K+^T diag(n) and A both in two bf16 parts; the product of the low parts is below fp32 rounding of the
+    // whole.
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float2 const value = unpack_bf16(v[i]);
-      float const x = __fsub_rn(value.x, xo(2 * i)), y = __fsub_rn(value.y, xo(2 * i + 1));
+      float const x = __fmaf_rn(-norm[i / 2].x, xo(2 * i), value.x);
+      float const y = __fmaf_rn(-norm[i / 2].y, xo(2 * i + 1), value.y);
       x_hi_bits[i] = pack_bf16(x, y);
       float2 const hi = unpack_bf16(x_hi_bits[i]);
       x_lo_bits[i] = pack_bf16(__fsub_rn(x, hi.x), __fsub_rn(y, hi.y));
     }
+    auto const a_hi = SquareKMajor::of(address, offsetof(Stage, a_hi));
+    auto const a_lo = SquareKMajor::of(address, offsetof(Stage, a_lo));
     warpgroup_fence_operand(u);
     warpgroup_arrive();
     square.accumulate_ = GMMA::ScaleOut::Zero;
-    gemm(square, x_lo(_, _, 0), a_hi(_, _, 0, s), u);
+    gemm(square, x_lo(_, _, 0), a_hi, u);
     square.accumulate_ = GMMA::ScaleOut::One;
-    gemm(square, x_hi(_, _, 0), a_lo(_, _, 0, s), u);
-    gemm(square, x_hi(_, _, 0), a_hi(_, _, 0, s), u);
+    gemm(square, x_hi(_, _, 0), a_lo, u);
+    gemm(square, x_hi(_, _, 0), a_hi, u);
     warpgroup_commit_batch();
     warpgroup_wait<0>();
     warpgroup_fence_operand(u);
@@ -150,10 +165,11 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
     warpgroup_fence_operand(o);
     warpgroup_fence_operand(state);
     warpgroup_arrive();
-    gemm(square, u_operand(_, _, 0), m(_, _, 0, s), o);
+    gemm(square, u_operand(_, _, 0), SquareKMajor::of(address, offsetof(Stage, m)), o);
     warpgroup_commit_batch();
     update.accumulate_ = GMMA::ScaleOut::One;
-    gemm(update, u_operand(_, _, 0), k_grown(_, _, 0, s), state);
+    gemm(update, u_operand(_, _, 0), RowsMNMajor::of(address, tile_offset<kTileRows>(kGateRow, 0) * int(sizeof(bf16))),
+         state);
     warpgroup_commit_batch();
 
     warpgroup_wait<1>();

@@ -109,11 +109,45 @@ __device__ __forceinline__ void make_plan(FwdParams const& p, Plan& plan) {
   }
 }
 
-// The place of a chunk in the ring, from its number in the CTA's whole list.
+// A way through the chunks of the CTA's list.
+template <class Config>
+struct Walk {
+  Schedule<Config> const& schedule;
+  WorkItem item;
+  int round = 0;
+  int token;  // the chunk's first, counted from the item's
+  bool is_done;
+
+  __device__ Walk(Schedule<Config> const& schedule, int chunk) : schedule(schedule), token(chunk * kChunk) {
+    is_done = !schedule.find(item, 0);
+    settle();
+  }
+  __device__ void advance(int chunks) {
+    token += chunks * kChunk;
+    settle();
+  }
+  __device__ int valid() const { return min(item.length() - token, kChunk); }
+
+ private:
+  // Into the item that the chunk belongs to.
+  __device__ void settle() {
+    while (!is_done && token >= item.length()) {
+      token -= item.chunks() * kChunk;
+      is_done = !schedule.find(item, ++round);
+    }
+  }
+};
+
+// The place of a chunk in the ring: its stage, and how often that was used before.
 template <class Config>
 struct RingPlace {
-  uint32_t stage, use;
-  __device__ explicit RingPlace(uint32_t chunk) : stage(chunk % Config::kStages), use(chunk / Config::kStages) {}
+  int stage;
+  uint32_t use = 0;
+  __device__ explicit RingPlace(int chunk) : stage(chunk) {}  // below kStages
+  __device__ void advance(int chunks) {                       // up to kStages
+    stage += chunks;
+    if (stage >= Config::kStages) stage -= Config::kStages, ++use;
+  }
 };
 
 }  // namespace flash_kda::sm90
