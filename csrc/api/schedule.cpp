@@ -1,6 +1,7 @@
 #include "api/schedule.h"
 
 #include <array>
+#include <atomic>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -52,13 +53,26 @@ constexpr bool kHasSm90 = true;
 
 bool can_sm90(FwdParams const& p) { return p.num_tokens > 0 && sm90::can_describe(p); }
 
+// How many clusters of two CTAs run at once. Asked until it succeeds once.
+cudaError_t count_clusters(int& clusters, Launch const& launch) {
+  static std::array<std::atomic<int>, kMostDevices> known;
+  clusters = known[launch.device].load(std::memory_order_relaxed);
+  if (clusters > 0) return cudaSuccess;
+  cudaError_t const status = sm90::clusters_split(clusters, launch);
+  if (status == cudaSuccess) known[launch.device].store(clusters, std::memory_order_relaxed);
+  return status;
+}
+
 cudaError_t launch_sm90(FwdParams const& p, Launch const& launch) {
   sm90::TensorMaps maps;
-  cudaError_t const status = sm90::make_tensor_maps(maps, p);
+  cudaError_t status = sm90::make_tensor_maps(maps, p);
   if (status != cudaSuccess) return status;
-  // Two CTAs a pair, where that leaves no CTA without a multiprocessor of its own.
-  bool const split = 2 * p.num_sequences * p.num_heads <= launch.multiprocessors;
-  return split ? sm90::fwd_split(p, maps, launch) : sm90::fwd_whole(p, maps, launch);
+  // Two CTAs a pair, where all of them run at once.
+  int clusters;
+  status = count_clusters(clusters, launch);
+  if (status != cudaSuccess) return status;
+  return p.num_sequences * p.num_heads <= clusters ? sm90::fwd_split(p, maps, launch)
+                                                   : sm90::fwd_whole(p, maps, launch);
 }
 #else
 constexpr bool kHasSm90 = false;

@@ -1,5 +1,5 @@
-// A chunk of 16 tokens in shared memory: its inputs, and the factors that take their place. Both kernels share the
-// layout; it serves ldmatrix and wgmma alike.
+// A chunk of 16 tokens in shared memory: k, q and g, and the factors that take their place. Both kernels share the
+// layout; it serves ldmatrix and wgmma alike. V lies beside it.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -71,9 +71,10 @@ constexpr bool offsets_are_the_layouts() {
 }
 static_assert(offsets_are_the_layouts<kChunk>() && offsets_are_the_layouts<3 * kChunk>());
 
-template <int kRows>
-struct Tile {
-  bf16 data[kRows * kHeadDim];
+template <int kRows, int kChannels = kHeadDim>
+struct alignas(1024) Tile {
+  static_assert(kChannels % kPanel == 0 && kRows % 8 == 0);
+  bf16 data[kRows * kChannels];
   __device__ bf16* at(int row, int channel) { return &data[tile_offset<kRows>(row, channel)]; }
   // Channels 16 b .. 16 b + 15 of what lies at `offset` for b = 0: one exclusive or a block.
   __device__ bf16* in_block(int b, int offset) {
@@ -121,18 +122,17 @@ struct LowerTriangle {
   __device__ float* at(int i, int j) { return &data[i * kChunk + (j ^ (i / 2 % 2 * 8))]; }
 };
 
-struct alignas(1024) Stage {
+struct Stage {
   Tile<kTileRows> rows;
   Square a_hi, a_lo;  // A = a_hi + a_lo
   Square m;           // M
   Decay decay;        // 2^{G_C}
-  Tile<kChunk> v;     // V
   // L lies in A's place until it is solved.
   __device__ LowerTriangle& l() { return reinterpret_cast<LowerTriangle&>(a_hi); }
 };
 static_assert(sizeof(LowerTriangle) == 2 * sizeof(Square) &&
               offsetof(Stage, a_lo) == offsetof(Stage, a_hi) + sizeof(Square));
-static_assert(sizeof(Stage) == 18 * 1024 && offsetof(Stage, v) % 1024 == 0, "every tile starts on a swizzle period");
+static_assert(sizeof(Stage) == 14 * 1024, "every stage starts on a swizzle period");
 
 // n of a stage's chunk.
 struct alignas(16) KeyNorms {

@@ -20,6 +20,7 @@ constexpr int kThreads = (kRecurrenceWarps + kPrepareWarps) * kWarp;
 struct SharedStorage {
   Stage stage[kStages];
   KeyNorms key_norms[kStages];
+  Tile<kChunk> v[kStages];  // V, then O
   Scratch scratch[kPrepareWarps];
   // Stage s goes round and round between two owners. `full` completes when its prepare warp's 32 lanes have arrived,
   // and hands the stage to the recurrence warps; `empty` completes when every lane of the recurrence warps has, and

@@ -62,7 +62,7 @@ __device__ __forceinline__ void prepare(FwdParams const& p, SharedStorage& share
     copy_rows<PastTheEnd::kZero>(stage.rows, kQueryRow, q, token, valid, lane);
     copy_rows<PastTheEnd::kRepeat>(stage.rows, kGateRow, g, token, valid, lane);
     cute::cp_async_fence();
-    copy_rows<PastTheEnd::kZero>(stage.v, 0, v, token, valid, lane);
+    copy_rows<PastTheEnd::kZero>(shared.v[warp], 0, v, token, valid, lane);
     cute::cp_async_fence();
     // The stage is free only when its last chunk has been used up: the wait for it must not start from DRAM.
     prefetch_rows(k, token + kStride, sequence.length, lane);

@@ -12,7 +12,7 @@ namespace flash_kda::portable {
 // Everything is transposed, value rows by tokens, so that the state is always the A operand or the accumulator:
 //   X^T = V^T - S' K+^T diag(n),  U^T = X^T A^T,  O^T = S' Q+^T + U^T M^T,  S' <- (S' + U^T K-) diag(decay)
 __device__ __forceinline__ void step(StateRows (&state)[kRowTiles], Stage& stage, KeyNorms const& key_norms,
-                                     int first_value, int lane) {
+                                     Tile<kChunk>& values, int first_value, int lane) {
   BlockPlace const place = BlockPlace::of_b(lane);
   int const offset = tile_offset<kTileRows>(place);
   int const transposed_offset = tile_offset<kTileRows>(BlockPlace::of_a(lane)) + kToGate;
@@ -46,7 +46,7 @@ __device__ __forceinline__ void step(StateRows (&state)[kRowTiles], Stage& stage
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
     uint32_t v[4], x_hi[4], x_lo[4];
-    load_matrices_transposed(v, stage.v.at(place.row, first_value + 16 * t + place.column));
+    load_matrices_transposed(v, values.at(place.row, first_value + 16 * t + place.column));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float2 const value = unpack_bf16(v[i]);
@@ -93,7 +93,7 @@ __device__ __forceinline__ void step(StateRows (&state)[kRowTiles], Stage& stage
     mma(o[t][1], u_operand[t], m[2], m[3]);
     uint32_t packed[4];
     pack_operand(packed, o[t][0], o[t][1]);
-    store_matrices_transposed(packed, stage.v.at(place.row, first_value + 16 * t + place.column));
+    store_matrices_transposed(packed, values.at(place.row, first_value + 16 * t + place.column));
   }
 }
 
@@ -120,13 +120,13 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage& shared,
     uint32_t const s = chunk % kStages;
     Stage& stage = shared.stage[s];
     shared.full[s].wait(chunk / kStages % 2);
-    step(state, stage, shared.key_norms[s], first_value, lane);
+    step(state, stage, shared.key_norms[s], shared.v[s], first_value, lane);
     __syncwarp();
 #pragma unroll
     for (int i = row; i < kChunk; i += kWarp / 4) {
       if (token + i < sequence.length) {
         *reinterpret_cast<uint4*>(out + (token + i) * p.out.token_stride) =
-            *reinterpret_cast<uint4 const*>(stage.v.at(i, column));
+            *reinterpret_cast<uint4 const*>(shared.v[s].at(i, column));
       }
     }
     shared.empty[s].arrive();

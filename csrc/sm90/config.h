@@ -20,40 +20,45 @@ struct Plan {
 };
 static_assert(kMostPlannedCtas % 4 == 0);
 
-// kValueRows: value rows of a pair that a CTA carries. 128 is a whole pair; 64 gives a pair to two CTAs, which prepare
-// the same factors, where pairs are too few to fill the GPU.
-template <int kValueRows_>
+// How (sequence, head) pairs are dealt out.
+enum class Sharing {
+  kWhole,  // a pair a CTA, and as many pairs, one after the other, as there are
+  kSplit,  // a pair a cluster of two CTAs: 64 value rows each, and each prepares every other chunk for both
+};
+
+template <Sharing kSharing_>
 struct Config {
-  static constexpr int kValueRows = kValueRows_;
+  static constexpr Sharing kSharing = kSharing_;
+  static constexpr bool kIsSplit = kSharing == Sharing::kSplit;
+  static constexpr int kClusterSize = kIsSplit ? 2 : 1;
+  static constexpr int kValueRows = kIsSplit ? 64 : kHeadDim;  // of a CTA
 
-  // Warpgroups in this order: recurrence (64 value rows each), then prepare. Chunk c is loaded and prepared by warp
-  // c % kPrepareWarps in stage c % kStages.
+  // Warpgroups in this order: recurrence (64 value rows each), then prepare.
   static constexpr int kRecurrenceWarpgroups = kValueRows / 64;
-  static constexpr int kPrepareWarpgroups = 2;
+  static constexpr int kPrepareWarps = kIsSplit ? 4 : 8;
+  static constexpr int kPrepareWarpgroups = kPrepareWarps / 4;
   static constexpr int kRecurrenceWarps = 4 * kRecurrenceWarpgroups;
-  static constexpr int kPrepareWarps = 4 * kPrepareWarpgroups;
   static constexpr int kThreads = 128 * (kRecurrenceWarpgroups + kPrepareWarpgroups);
-  static constexpr int kStages = 12;
-  static_assert(kPrepareWarps < kStages, "a warp starts loading its next chunk before it has finished this one");
+  static constexpr int kStages = kIsSplit ? 13 : 12;
+  // A barrier's parity tells one phase from the next, no more. Whoever waits for the stage of chunk c has waited for
+  // that of the chunk it filled before, kClusterSize kPrepareWarps chunks earlier: that much less than kStages makes
+  // sure that chunk c - 2 kStages was worked off.
+  static_assert(kClusterSize * kPrepareWarps <= kStages);
 
-  // Registers a thread: what the launch bounds give everyone, and what setmaxnreg makes of it.
+  // Registers a thread, where roles trade them (kWhole): what the launch bounds give everyone, and what setmaxnreg
+  // makes of it.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kRecurrenceRegisters = kValueRows == 128 ? 152 : 216;
-  static constexpr int kPrepareRegisters = kValueRows == 128 ? 104 : 144;
-  static_assert(kRecurrenceRegisters * kRecurrenceWarpgroups + kPrepareRegisters * kPrepareWarpgroups <=
-                    kLaunchRegisters * (kRecurrenceWarpgroups + kPrepareWarpgroups),
+  static constexpr int kRecurrenceRegisters = 152;
+  static constexpr int kPrepareRegisters = 104;
+  static_assert(kIsSplit || kRecurrenceRegisters * kRecurrenceWarpgroups + kPrepareRegisters * kPrepareWarpgroups <=
+                                kLaunchRegisters * (kRecurrenceWarpgroups + kPrepareWarpgroups),
                 "setmaxnreg would wait for ever");
 
-  // Where the recurrence fetches the decay: before it solves for U, or when U is there. Early hides the latency, late
-  // needs fewer registers and leaves shared memory to others; measured, the sooner is better where one warpgroup is
-  // alone.
-  static constexpr bool kDecayEarly = kValueRows == 64;
-
-  // What TMA brings a stage: k, q and g, and the panels of V that hold the CTA's value rows.
+  // What TMA brings: k, q and g of a chunk, and the panels of V that hold the CTA's value rows.
   static constexpr int kPanelBytes = kChunk * kPanel * int(sizeof(bf16));
-  static constexpr int kStageBytes = kPanelBytes * (3 * 2 + kValueRows / kPanel);
+  static constexpr int kRowsBytes = kPanelBytes * 3 * (kHeadDim / kPanel);
+  static constexpr int kValueBytes = kPanelBytes * (kValueRows / kPanel);
 };
-static_assert(Config<64>::kValueRows % kPanel == 0);
 
 // Sixteen tokens of a recurrence warp's sixteen value rows, on their way out.
 struct alignas(128) OutTile {
@@ -65,22 +70,26 @@ struct alignas(128) OutTile {
 template <class Config>
 struct SharedStorage {
   Stage stage[Config::kStages];
+  Tile<kChunk, Config::kValueRows> v[Config::kStages];
   KeyNorms key_norms[Config::kStages];
   Scratch scratch[Config::kPrepareWarps];
   OutTile out[Config::kRecurrenceWarps];
-  // Stage s, and what belongs to it, goes round three owners, use after use; use number i is phase i of all three
-  // barriers.
-  // - loaded: one arrival (of a prepare warp's lane, which announces the bytes) and the bytes hand it from TMA to that
-  //   prepare warp.
-  // - full: the prepare warp's 32 lanes hand it to the recurrence warps.
-  // - empty: one arrival of each recurrence warp hands it back to the prepare warp of use i, which waits for use i - 1,
-  //   parity (i - 1) % 2, before it starts TMA; for i = 0 it does not wait.
+  // Stage s, with its V and its key norms, goes round three owners, use after use; use number i is phase i of all three
+  // barriers. A stage is "prepared here" if a warp of this CTA does it, else by another CTA of the cluster.
+  // - loaded (of stages prepared here): one arrival, of a prepare warp's lane, which announces the bytes, and the bytes
+  //   hand it from TMA to that prepare warp.
+  // - full: 32 arrivals hand it to the recurrence warps. Prepared here, they are those of the prepare warp's lanes when
+  //   it is done. Else they are those of the warp that starts TMA for V, one of which announces the bytes of V and of
+  //   the factors, which the other CTA copies in. It may copy before they are announced: the phase cannot end then.
+  // - empty: one arrival of each recurrence warp hands it back, here and in the CTA that prepared it; where pairs are
+  //   split, in both CTAs. Whoever fills the stage for use i waits for use i - 1, parity (i - 1) % 2; for i = 0 it does
+  //   not wait. That a stage was worked off over there tells that the copy there was done, too.
   Barrier loaded[Config::kStages];
   Barrier full[Config::kStages];
   Barrier empty[Config::kStages];
   Plan plan;
 };
-static_assert(sizeof(SharedStorage<Config<128>>) <= 227 * 1024);
-static_assert(sizeof(SharedStorage<Config<64>>) <= 227 * 1024);
+static_assert(sizeof(SharedStorage<Config<Sharing::kWhole>>) <= 227 * 1024);
+static_assert(sizeof(SharedStorage<Config<Sharing::kSplit>>) <= 227 * 1024);
 
 }  // namespace flash_kda::sm90

@@ -4,7 +4,11 @@
 namespace flash_kda::sm90 {
 
 cudaError_t fwd_split(FwdParams const& p, TensorMaps const& maps, Launch const& launch) {
-  return launch_fwd<Config<64>>(p, maps, launch);
+  return launch_fwd<Config<Sharing::kSplit>>(p, maps, launch);
+}
+
+cudaError_t clusters_split(int& clusters, Launch const& launch) {
+  return count_clusters<Config<Sharing::kSplit>>(clusters, launch);
 }
 
 }  // namespace flash_kda::sm90

@@ -4,7 +4,7 @@
 namespace flash_kda::sm90 {
 
 cudaError_t fwd_whole(FwdParams const& p, TensorMaps const& maps, Launch const& launch) {
-  return launch_fwd<Config<128>>(p, maps, launch);
+  return launch_fwd<Config<Sharing::kWhole>>(p, maps, launch);
 }
 
 }  // namespace flash_kda::sm90

@@ -1,9 +1,9 @@
 // TMA: a chunk's rows on their way into a stage.
 #pragma once
 
-#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "sm90/cluster.h"
 #include "sm90/schedule.h"
 #include "sm90/tensor_maps.h"
 
@@ -16,6 +16,17 @@ __device__ __forceinline__ void copy_panel(CUtensorMap const& map, Barrier& barr
                                batch);
 }
 
+// Starts the copies of V. By one lane.
+template <class Config>
+__device__ __forceinline__ void load_values(TensorMaps const& maps, SharedStorage<Config>& shared, Barrier& barrier,
+                                            WorkItem const& item, int token, int stage) {
+  int const batch = int(item.sequence.batch), first = int(item.sequence.begin) + token;
+#pragma unroll
+  for (int c = 0; c < Config::kValueRows; c += kPanel) {
+    copy_panel(maps.v, barrier, shared.v[stage].at(0, c), item.first_value + c, item.head, first, batch);
+  }
+}
+
 // Fills a stage, which has to be empty, with the chunk at `token` of an item. By a whole warp, so that everything is
 // uniform; one lane acts.
 template <class Config>
@@ -25,17 +36,28 @@ __device__ __forceinline__ void load(TensorMaps const& maps, SharedStorage<Confi
   int const batch = int(item.sequence.batch), first = int(item.sequence.begin) + token;
   Stage& stage = shared.stage[stage_index];
   Barrier& loaded = shared.loaded[stage_index];
-  loaded.arrive_and_expect_bytes(Config::kStageBytes);
-  // A box that reaches past the sequence brings rows of the next one, or zeros past the tensor: prepare clears them.
+  loaded.arrive_and_expect_bytes(Config::kRowsBytes + Config::kValueBytes);
+  // A box that reaches past the sequence brings rows of the next one, or zeros past the tensor: prepare clears those of
+  // k, q and g, and the recurrence leaves out those of V.
 #pragma unroll
   for (int c = 0; c < kHeadDim; c += kPanel) {
     copy_panel(maps.k, loaded, stage.rows.at(kKeyRow, c), c, item.head, first, batch);
     copy_panel(maps.q, loaded, stage.rows.at(kQueryRow, c), c, item.head, first, batch);
     copy_panel(maps.g, loaded, stage.rows.at(kGateRow, c), c, item.head, first, batch);
   }
-#pragma unroll
-  for (int c = 0; c < Config::kValueRows; c += kPanel) {
-    copy_panel(maps.v, loaded, stage.v.at(0, c), item.first_value + c, item.head, first, batch);
+  load_values(maps, shared, loaded, item, token, stage_index);
+}
+
+// Loads V into a stage whose factors another CTA prepares, and announces both. By a whole warp.
+template <class Config>
+__device__ __forceinline__ void load_values_only(TensorMaps const& maps, SharedStorage<Config>& shared,
+                                                 WorkItem const& item, int token, int stage) {
+  Barrier& full = shared.full[stage];
+  if (cute::elect_one_sync()) {
+    full.arrive_and_expect_bytes(Config::kValueBytes + kFactorBytes);
+    load_values(maps, shared, full, item, token, stage);
+  } else {
+    full.arrive();
   }
 }
 

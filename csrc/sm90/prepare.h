@@ -8,8 +8,8 @@
 
 namespace flash_kda::sm90 {
 
-// Clears the rows that TMA brought from beyond the sequence's end, in every input: a NaN there must not meet a zero.
-// Those of g repeat the last one before the end.
+// Clears the rows that TMA brought from beyond the sequence's end: a NaN there must not meet a zero. Those of g repeat
+// the last one before the end.
 __device__ __forceinline__ void clear_rows(Stage& stage, int valid, int lane) {
   int const channel = kLaneChannels * lane;
   uint2 const zero = make_uint2(0, 0);
@@ -19,50 +19,71 @@ __device__ __forceinline__ void clear_rows(Stage& stage, int valid, int lane) {
     *reinterpret_cast<uint2*>(stage.rows.at(kKeyRow + row, channel)) = zero;
     *reinterpret_cast<uint2*>(stage.rows.at(kQueryRow + row, channel)) = zero;
     *reinterpret_cast<uint2*>(stage.rows.at(kGateRow + row, channel)) = last;
-    *reinterpret_cast<uint2*>(stage.v.at(row, channel)) = zero;
   }
   __syncwarp();
 }
 
-// Warp w of the prepare warps has every kPrepareWarps-th chunk of the CTA's list. While it works on one, it has its
-// next one loaded: from half-way on, when the stage for it has most likely been worked off.
-template <class Config>
+// While a warp works on a chunk it has its next one loaded: from half-way on if the stage for it is free by then, else
+// when it is through with this one. hand_over(stage) is called when a stage's factors are there, and visible to the
+// async proxy.
+template <class Config, class Jobs, class HandOver>
 __device__ __forceinline__ void prepare(FwdParams const& p, TensorMaps const& maps, SharedStorage<Config>& shared,
-                                        Schedule<Config> const& schedule, int warp, int lane) {
+                                        Jobs jobs, int warp, int lane, HandOver const& hand_over) {
   Scratch& scratch = shared.scratch[warp];
-  Walk<Config> walk(schedule, warp);
-  RingPlace<Config> place(warp);
   LaneGate gate;
   bf16 const* logits;
   bf16 logit;
-  int gate_round = -1;
-  // The warp's next chunk. An item's first chunk also brings its state nearer.
-  auto const start = [&] {
+  int gate_number = -1;
+  auto const is_free = [&](RingPlace<Config> const& place) {
+    return place.use == 0 || shared.empty[place.stage].is_complete((place.use - 1) % 2);
+  };
+  auto const wait_until_free = [&](RingPlace<Config> const& place) {
     if (place.use > 0) shared.empty[place.stage].wait((place.use - 1) % 2);
-    load(maps, shared, walk.item, walk.token, place.stage);
-    if (walk.token == 0) prefetch_state<Config>(p, walk.item, lane);
-    if (walk.round != gate_round) {
-      gate = LaneGate::of_head(p, walk.item.head, lane);
-      logits = first_row<bf16 const>(p.beta, walk.item.sequence, walk.item.head);
-      gate_round = walk.round;
+  };
+  auto const can_start = [&] {
+    return (!jobs.has_chunk() || is_free(jobs.place)) && (!jobs.has_other() || is_free(jobs.other_place()));
+  };
+  auto const start = [&] {
+    if (jobs.has_other()) {
+      RingPlace<Config> const other = jobs.other_place();
+      wait_until_free(other);
+      load_values_only(maps, shared, jobs.item, jobs.other_token(), other.stage);
     }
-    logit = load_logit(logits, p.beta.token_stride, walk.token, walk.valid(), lane);
+    if (jobs.has_chunk()) {
+      wait_until_free(jobs.place);
+      load(maps, shared, jobs.item, jobs.token, jobs.place.stage);
+      // An item's first chunk also brings its state nearer.
+      if (jobs.token == 0) prefetch_state<Config>(p, jobs.item, lane);
+      if (jobs.gate_number != gate_number) {
+        gate = LaneGate::of_head(p, jobs.item.head, lane);
+        logits = first_row<bf16 const>(p.beta, jobs.item.sequence, jobs.item.head);
+        gate_number = jobs.gate_number;
+      }
+      logit = load_logit(logits, p.beta.token_stride, jobs.token, min(jobs.item.length() - jobs.token, kChunk), lane);
+    }
   };
 
-  if (!walk.is_done) start();
+  if (!jobs.is_done) start();
 #pragma unroll 1
-  while (!walk.is_done) {
-    int const stage_index = place.stage, valid = walk.valid();
-    Stage& stage = shared.stage[stage_index];
-    shared.loaded[stage_index].wait(place.use % 2);
-    if (valid < kChunk) clear_rows(stage, valid, lane);
-    make_factors(stage, scratch, gate, p.scale, logit, valid, lane);
-    walk.advance(Config::kPrepareWarps);
-    place.advance(Config::kPrepareWarps);
-    if (!walk.is_done) start();
-    make_matrices(stage, scratch, shared.key_norms[stage_index], lane);
-    cutlass::arch::fence_view_async_shared();  // wgmma reads the factors, and TMA will overwrite them
-    shared.full[stage_index].arrive();
+  while (!jobs.is_done) {
+    bool const has_chunk = jobs.has_chunk();
+    int const s = jobs.place.stage;
+    Stage& stage = shared.stage[s];
+    if (has_chunk) {
+      int const valid = min(jobs.item.length() - jobs.token, kChunk);
+      shared.loaded[s].wait(jobs.loads() % 2);
+      if (valid < kChunk) clear_rows(stage, valid, lane);
+      make_factors(stage, scratch, gate, p.scale, logit, valid, lane);
+    }
+    jobs.advance();
+    bool const is_early = !jobs.is_done && can_start();
+    if (is_early) start();
+    if (has_chunk) {
+      make_matrices(stage, scratch, shared.key_norms[s], lane);
+      cutlass::arch::fence_view_async_shared();  // wgmma or a copy reads the factors, and TMA will overwrite them
+      hand_over(s);
+    }
+    if (!jobs.is_done && !is_early) start();
   }
 }
 

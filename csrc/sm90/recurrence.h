@@ -46,10 +46,11 @@ using RowsMNMajor = Descriptor<leading(kPanelStride), kSwizzle128 | kGroupBytes 
 using SquareKMajor =
     Descriptor<leading(square_offset(0, 8) * int(sizeof(bf16))), square_offset(8, 0) * sizeof(bf16) / 16>;
 
-// All chunks of an item, by a warpgroup; `ring` is where they start.
-template <class Config>
+// All chunks of an item, by a warpgroup; `ring` is where they start. release(stage) is called by every lane that has
+// read a stage.
+template <class Config, class Release>
 __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>& shared, WorkItem const& item,
-                                      RingPlace<Config>& ring, int warp, int lane) {
+                                      RingPlace<Config>& ring, int warp, int lane, Release const& release) {
   using namespace cute;
   int const warp_value = item.first_value + 16 * warp;  // the first of the warp's sixteen value rows
   int64_t const state_offset =
@@ -77,20 +78,25 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
   uint32_t* const x_lo_bits = reinterpret_cast<uint32_t*>(raw_pointer_cast(x_lo.data()));
   uint32_t* const u_bits = reinterpret_cast<uint32_t*>(raw_pointer_cast(u_operand.data()));
 
-  uint32_t const first_address = cast_smem_ptr_to_uint(&shared.stage[0]) / 16;
+  // Without the CTA's rank in its cluster, which stands above the address.
+  uint32_t const first_address = (cast_smem_ptr_to_uint(&shared.stage[0]) & 0x3ffff) / 16;
 
   // Two lanes store a token's sixteen values.
   OutTile& out_tile = shared.out[warp];
   int const row = lane / 2, column = 8 * (lane % 2);
   bf16* out = first_row<bf16>(p.out, item.sequence, item.head) + row * p.out.token_stride + warp_value + column;
   BlockPlace const place = BlockPlace::of_b(lane);
-  // A chunk's O waits in the out tile until the next chunk's first products run. `left` tokens were left with that
-  // chunk.
-  auto const store_out = [&](int left) {
+  // A chunk's O waits in the out tile until the next chunk begins, and in registers until that one's first products
+  // run. `left` tokens were left with that chunk; 0 if there was none.
+  uint4 o_row;
+  auto const fetch_out = [&](int left) {
     __syncwarp();  // every lane has written the out tile
-    if (row < left) *reinterpret_cast<uint4*>(out) = *reinterpret_cast<uint4 const*>(out_tile.at(row, column));
-    out += kChunk * p.out.token_stride;
+    if (row < left) o_row = *reinterpret_cast<uint4 const*>(out_tile.at(row, column));
     __syncwarp();  // every lane has read it
+  };
+  auto const store_out = [&](int left) {
+    if (row < left) *reinterpret_cast<uint4*>(out) = o_row;
+    if (left > 0) out += kChunk * p.out.token_stride;
   };
 
 #pragma unroll 1
@@ -101,9 +107,18 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
 
 #pragma unroll
     for (int i = 0; i < kHeadDim / 4; ++i) s_bits[i] = pack_bf16(state(2 * i), state(2 * i + 1));
+    int const left_before = left < item.length() ? left + kChunk : 0;
+    fetch_out(left_before);
     shared.full[s].wait(ring.use % 2);
     uint32_t v[4];
-    load_matrices_transposed(v, stage.v.at(place.row, 16 * warp + place.column));
+    load_matrices_transposed(v, shared.v[s].at(place.row, 16 * warp + place.column));
+    if (left < kChunk) {  // rows past the end hold anything
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int const token = 8 * (i / 2) + 2 * (lane % 4);
+        v[i] = token + 1 < left ? v[i] : token < left ? v[i] & 0xffffu : 0;
+      }
+    }
     float2 norm[2];  // of the tokens of a lane's columns
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -120,20 +135,12 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
       contract.accumulate_ = GMMA::ScaleOut::One;
     }
     warpgroup_commit_batch();
-    if (left < item.length()) store_out(left + kChunk);
+    store_out(left_before);
     warpgroup_wait<0>();
     warpgroup_fence_operand(xo);
 #pragma unroll
     for (int i = 0; i < 4; ++i) warpgroup_fence_operand(v[i]);  // not to be awaited between the products
 
-    float4 decay[kHeadDim / 16];
-    auto const fetch_decay = [&] {
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 16; ++j) {
-        decay[j] = *reinterpret_cast<float4 const*>(stage.decay.pair(2 * j, lane % 4));
-      }
-    };
-    if constexpr (Config::kDecayEarly) fetch_decay();
 #pragma unroll
     for (int i = 0; i < 8; ++i) o(i) = xo(8 + i);
     // X = V - S' K+^T diag(n) and A both in two bf16 parts; the product of the low parts is below fp32 rounding of the
@@ -177,7 +184,12 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
     uint32_t const o_bits[4] = {pack_bf16(o(0), o(1)), pack_bf16(o(2), o(3)), pack_bf16(o(4), o(5)),
                                 pack_bf16(o(6), o(7))};
     store_matrices_transposed(o_bits, out_tile.at(place.row, place.column));
-    if constexpr (!Config::kDecayEarly) fetch_decay();
+    // Not sooner: wgmma reads its operands from the same shared memory, and every earlier place was slower.
+    float4 decay[kHeadDim / 16];
+#pragma unroll
+    for (int j = 0; j < kHeadDim / 16; ++j) {
+      decay[j] = *reinterpret_cast<float4 const*>(stage.decay.pair(2 * j, lane % 4));
+    }
     warpgroup_wait<0>();
     warpgroup_fence_operand(state);
 #pragma unroll
@@ -186,10 +198,13 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
       state(4 * j) = __fmul_rn(state(4 * j), d.x), state(4 * j + 1) = __fmul_rn(state(4 * j + 1), d.y);
       state(4 * j + 2) = __fmul_rn(state(4 * j + 2), d.x), state(4 * j + 3) = __fmul_rn(state(4 * j + 3), d.y);
     }
-    __syncwarp();  // every lane has read the stage
-    if (lane == 0) shared.empty[s].arrive();
+    release(s);
   }
-  if (!is_empty) store_out((item.length() - 1) % kChunk + 1);
+  if (!is_empty) {
+    int const left = (item.length() - 1) % kChunk + 1;
+    fetch_out(left);
+    store_out(left);
+  }
 
   store_final_state(state_rows, p, state_offset, is_empty ? 1.f : kShiftUp, lane);
 }

@@ -1,5 +1,4 @@
-// Which CTA does what: every CTA walks a list of work items that it knows from the start, and all its roles walk the
-// same.
+// Which CTA does what, and in which order. Every role knows from the start, so that nobody has to ask.
 #pragma once
 
 #include "common/sequence.h"
@@ -7,32 +6,30 @@
 
 namespace flash_kda::sm90 {
 
-// A part of a (sequence, head) pair's value rows.
+// A (sequence, head) pair, or a part of its value rows.
 struct WorkItem {
   Sequence sequence;
   int64_t sequence_index;
   int head;
   int first_value;
 
+  // Pairs run over heads, then sequences; `sequence_index` comes in any order.
+  __device__ static WorkItem of(FwdParams const& p, int64_t sequence_index, int head, int first_value) {
+    return {find_sequence(p, sequence_index), sequence_index, head, first_value};
+  }
+
   __device__ int length() const { return int(sequence.length); }
   __device__ int chunks() const { return (length() + kChunk - 1) / kChunk; }
 };
 
-// Work items run over parts of the value rows, then heads, then sequences from the longest to the shortest. A round
-// gives every CTA one item, the longest to the CTA with the fewest tokens so far, as far as rounds are planned; later
-// ones go back and forth over the CTAs. Everyone plans for all, so that nobody has to ask.
-template <class Config>
+// Sharing::kWhole: pairs run over heads, then over sequences from the longest to the shortest. A round gives every CTA
+// one, the longest to the CTA with the fewest tokens so far, as far as rounds are planned; later ones go back and forth
+// over the CTAs. Everyone plans for all.
 struct Schedule {
-  static constexpr int kParts = kHeadDim / Config::kValueRows;
-
   FwdParams const& p;
   Plan const& plan;
 
-  __device__ int64_t items() const { return p.num_sequences * p.num_heads * kParts; }
-  __device__ int64_t sequence_of(int64_t item) const {
-    int64_t const rank = item / kParts / p.num_heads;
-    return p.num_sequences > kMostRanked ? rank : plan.order[rank];
-  }
+  __device__ int64_t items() const { return p.num_sequences * p.num_heads; }
 
   // The CTA's item of a round, or false past its last.
   __device__ bool find(WorkItem& item, int round) const {
@@ -43,10 +40,8 @@ struct Schedule {
                                                : int(blockIdx.x);
     int64_t const index = first + cta;
     if (index >= items()) return false;
-    item.first_value = int(index % kParts) * Config::kValueRows;
-    item.head = int(index / kParts % p.num_heads);
-    item.sequence_index = sequence_of(index);
-    item.sequence = find_sequence(p, item.sequence_index);
+    int64_t const rank = index / p.num_heads;
+    item = WorkItem::of(p, p.num_sequences > kMostRanked ? rank : plan.order[rank], int(index % p.num_heads), 0);
     return true;
   }
 };
@@ -84,7 +79,7 @@ __device__ __forceinline__ void make_plan(FwdParams const& p, Plan& plan) {
   if (!is_planned) return;
 
   // Thread c follows CTA c: its place in a round is its rank by chunks, ties by index.
-  int64_t const items = p.num_sequences * p.num_heads * Schedule<Config>::kParts;
+  int64_t const items = p.num_sequences * p.num_heads;
   int const rounds = int(min((items + ctas - 1) / ctas, int64_t(kMostPlannedRounds)));
   for (int round = 0; round < rounds; ++round) {
     int place = 0;
@@ -103,50 +98,98 @@ __device__ __forceinline__ void make_plan(FwdParams const& p, Plan& plan) {
     __syncthreads();  // every thread has read the chunks
     int64_t const item = int64_t(round) * ctas + place;
     if (thread < ctas && item < items) {
-      plan.chunks[thread] += plan.length[item / Schedule<Config>::kParts / p.num_heads];
+      plan.chunks[thread] += plan.length[item / p.num_heads];
     }
     __syncthreads();
   }
 }
 
-// A way through the chunks of the CTA's list.
+// The place of a chunk in the ring: its stage, and how often that was used before.
 template <class Config>
-struct Walk {
-  Schedule<Config> const& schedule;
+struct RingPlace {
+  int stage;
+  uint32_t use;
+  __device__ explicit RingPlace(int chunk) : stage(chunk % Config::kStages), use(chunk / Config::kStages) {}
+  __device__ void advance(int chunks) {  // up to kStages
+    stage += chunks;
+    if (stage >= Config::kStages) stage -= Config::kStages, ++use;
+  }
+};
+
+// What a prepare warp has to do, one job after the other. A job is a chunk to load and to turn into factors, and
+// perhaps another one, prepared in another CTA, of which only V has to be loaded here. Every kind of jobs has
+//   is_done              past the last job
+//   item, token, place   the chunk: its item, its first token counted from the item's, and where it goes
+//   loads()              how often TMA for such a chunk has filled this stage before
+//   has_chunk()          false if there is no such chunk, but the other one
+//   has_other(), other_token(), other_place()
+//   gate_number          another number means another head or sequence
+//   advance()
+
+// Sharing::kWhole: every kPrepareWarps-th chunk of the CTA's list.
+template <class Config>
+struct ListJobs {
+  Schedule const& schedule;
   WorkItem item;
-  int round = 0;
-  int token;  // the chunk's first, counted from the item's
+  RingPlace<Config> place;
+  int token, gate_number = 0;
   bool is_done;
 
-  __device__ Walk(Schedule<Config> const& schedule, int chunk) : schedule(schedule), token(chunk * kChunk) {
+  __device__ ListJobs(Schedule const& schedule, int warp) : schedule(schedule), place(warp), token(warp * kChunk) {
     is_done = !schedule.find(item, 0);
     settle();
   }
-  __device__ void advance(int chunks) {
-    token += chunks * kChunk;
+  __device__ void advance() {
+    token += Config::kPrepareWarps * kChunk;
+    place.advance(Config::kPrepareWarps);
     settle();
   }
-  __device__ int valid() const { return min(item.length() - token, kChunk); }
+  __device__ uint32_t loads() const { return place.use; }
+  __device__ bool has_chunk() const { return true; }
+  __device__ bool has_other() const { return false; }
+  __device__ int other_token() const { return 0; }
+  __device__ RingPlace<Config> other_place() const { return place; }
 
  private:
   // Into the item that the chunk belongs to.
   __device__ void settle() {
     while (!is_done && token >= item.length()) {
       token -= item.chunks() * kChunk;
-      is_done = !schedule.find(item, ++round);
+      is_done = !schedule.find(item, ++gate_number);
     }
   }
 };
 
-// The place of a chunk in the ring: its stage, and how often that was used before.
+// Sharing::kSplit: of every two chunks this CTA's is prepared, and the other CTA's has its V loaded.
 template <class Config>
-struct RingPlace {
-  int stage;
-  uint32_t use = 0;
-  __device__ explicit RingPlace(int chunk) : stage(chunk) {}  // below kStages
-  __device__ void advance(int chunks) {                       // up to kStages
-    stage += chunks;
-    if (stage >= Config::kStages) stage -= Config::kStages, ++use;
+struct SplitJobs {
+  WorkItem const& item;
+  int rank, first;  // the CTA's in the cluster; the first of the two chunks
+  RingPlace<Config> place;
+  int token;
+  bool is_done;
+  static constexpr int gate_number = 0;
+
+  __device__ SplitJobs(WorkItem const& item, int rank, int warp) : item(item), rank(rank), first(2 * warp), place(0) {
+    settle();
+  }
+  __device__ void advance() {
+    first += 2 * Config::kPrepareWarps;
+    settle();
+  }
+  // With an odd number of stages, every stage has a chunk of this CTA's at every other use.
+  static_assert(!Config::kIsSplit || Config::kStages % 2 == 1);
+  __device__ uint32_t loads() const { return place.use / 2; }
+  __device__ bool has_chunk() const { return token < item.length(); }
+  __device__ bool has_other() const { return other_token() < item.length(); }
+  __device__ int other_token() const { return (first + 1 - rank) * kChunk; }
+  __device__ RingPlace<Config> other_place() const { return RingPlace<Config>(first + 1 - rank); }
+
+ private:
+  __device__ void settle() {
+    place = RingPlace<Config>(first + rank);
+    token = (first + rank) * kChunk;
+    is_done = first * kChunk >= item.length();
   }
 };
 

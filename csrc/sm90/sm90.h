@@ -7,8 +7,11 @@
 
 namespace flash_kda::sm90 {
 
-// Whole pairs, a CTA each; and pairs split by value rows, two CTAs each.
+// One for each way of sharing (config.h).
 cudaError_t fwd_whole(FwdParams const& p, TensorMaps const& maps, Launch const& launch);
 cudaError_t fwd_split(FwdParams const& p, TensorMaps const& maps, Launch const& launch);
+
+// How many clusters of that one run at once.
+cudaError_t clusters_split(int& clusters, Launch const& launch);
 
 }  // namespace flash_kda::sm90
