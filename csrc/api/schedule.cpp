@@ -44,8 +44,9 @@ Device const& find_device(int device) {
 constexpr bool kHasSm90 = true;
 
 // False where TMA cannot serve the call.
-bool launch_sm90(cudaError_t& status, FwdParams const& p, int multiprocessors, cudaStream_t stream) {
-  sm90::TensorMaps maps;
+template <class Params>
+bool launch_sm90(cudaError_t& status, Params const& p, int multiprocessors, cudaStream_t stream) {
+  sm90::TensorMaps maps{};
   if (p.num_tokens == 0 || !sm90::make_tensor_maps(maps, p)) return false;
   // Two CTAs a pair, where that leaves no CTA without a multiprocessor of its own.
   bool const split = 2 * p.num_sequences * p.num_heads <= multiprocessors;
@@ -56,8 +57,25 @@ bool launch_sm90(cudaError_t& status, FwdParams const& p, int multiprocessors, c
 #else
 constexpr bool kHasSm90 = false;
 
-bool launch_sm90(cudaError_t&, FwdParams const&, int, cudaStream_t) { return false; }
+template <class Params>
+bool launch_sm90(cudaError_t&, Params const&, int, cudaStream_t) {
+  return false;
+}
 #endif
+
+template <class Params>
+cudaError_t launch(Params const& p, Schedule schedule, int device, cudaStream_t stream) {
+  Device const& d = find_device(device);
+  if (d.status != cudaSuccess) return d.status;
+  bool const can_sm90 = kHasSm90 && d.capability == 90;
+  if (schedule == Schedule::kSm90 && !can_sm90) {
+    throw std::runtime_error(kHasSm90 ? "flash_kda: schedule sm90 needs a device of compute capability 9.0"
+                                      : "flash_kda: schedule sm90 needs a build with FLASH_KDA_CUDA_ARCHS naming 90a");
+  }
+  cudaError_t status = cudaSuccess;
+  if (schedule != Schedule::kPortable && can_sm90 && launch_sm90(status, p, d.multiprocessors, stream)) return status;
+  return portable::fwd(p, stream);
+}
 
 }  // namespace
 
@@ -69,16 +87,11 @@ Schedule schedule_of_name(std::string const& name) {
 }
 
 cudaError_t launch_fwd(FwdParams const& p, Schedule schedule, int device, cudaStream_t stream) {
-  Device const& d = find_device(device);
-  if (d.status != cudaSuccess) return d.status;
-  bool const can_sm90 = kHasSm90 && d.capability == 90;
-  if (schedule == Schedule::kSm90 && !can_sm90) {
-    throw std::runtime_error(kHasSm90 ? "flash_kda: schedule sm90 needs a device of compute capability 9.0"
-                                      : "flash_kda: schedule sm90 needs a build with FLASH_KDA_CUDA_ARCHS naming 90a");
-  }
-  cudaError_t status = cudaSuccess;
-  if (schedule != Schedule::kPortable && can_sm90 && launch_sm90(status, p, d.multiprocessors, stream)) return status;
-  return portable::fwd(p, stream);
+  return launch(p, schedule, device, stream);
+}
+
+cudaError_t launch_fwd(GeneralParams const& p, Schedule schedule, int device, cudaStream_t stream) {
+  return launch(p, schedule, device, stream);
 }
 
 }  // namespace flash_kda

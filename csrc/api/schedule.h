@@ -18,5 +18,6 @@ Schedule schedule_of_name(std::string const& name);
 // std::runtime_error on any other device, or where the build does not hold that kernel. Inputs that TMA cannot
 // describe, and batches without tokens, are the portable kernel's in either case: both kernels give the same bits.
 cudaError_t launch_fwd(FwdParams const& p, Schedule schedule, int device, cudaStream_t stream);
+cudaError_t launch_fwd(GeneralParams const& p, Schedule schedule, int device, cudaStream_t stream);
 
 }  // namespace flash_kda

@@ -26,4 +26,46 @@ __device__ __forceinline__ float beta_of_logit(float logit) {
   return sigmoid_of_negated_log2(__fmul_rn(logit, -kLog2e));
 }
 
+// log2(1 + y) for y >= 0. The approximate logarithm has an absolute error, so that small y take a polynomial for
+// log2(1 + y) / y on [0, 1/8], which is right to 2e-8.
+__device__ __forceinline__ float log2_of_one_plus(float y) {
+  float series = __fmaf_rn(0.22492473f, y, -0.3541066f);
+  series = __fmaf_rn(series, y, 0.48061351f);
+  series = __fmaf_rn(series, y, -0.72134315f);
+  series = __fmaf_rn(series, y, 1.44269503f);
+  return y < 0.125f ? __fmul_rn(series, y) : log2_approx(__fadd_rn(1.f, y));
+}
+
+// A decay of 2^-300 takes every fp32 number to zero, as any stronger one does. Sums of 16 such stay finite.
+constexpr float kStrongestDecay = -300.f;
+
+// Selected, not the maximum: a NaN stays one.
+__device__ __forceinline__ float clamp_decay(float log2_decay) {
+  return log2_decay < kStrongestDecay ? kStrongestDecay : log2_decay;
+}
+
+// -exp(A_log) softplus(x) in base 2, for every finite x and A_log: softplus(x) log2(e) = log2(1 + 2^z), z = x log2(e).
+struct SoftplusGate {
+  float slope;   // -exp(A_log), finite
+  float A_log2;  // A_log log2(e)
+
+  __device__ static SoftplusGate of_head(float A_log) {
+    constexpr float kMost = 3.4028235e38f;
+    return {-fminf(expf(A_log), kMost), __fmul_rn(A_log, kLog2e)};
+  }
+
+  __device__ float log2_decay(float x) const {
+    constexpr float kLinear = 20.f;  // beyond, log2(1 + 2^z) is z; below its negative, 2^z log2(e)
+    constexpr float kMost = 3.4028235e38f;
+    float const z = __fmul_rn(x, kLog2e);
+    // Where softplus is an exponential, the slope goes into its exponent: alone, one might vanish and the other
+    // overflow.
+    bool const is_small = z < -kLinear;
+    float const y = exp2_approx(is_small ? __fadd_rn(z, A_log2) : z);
+    float const bent = __fmul_rn(slope, log2_of_one_plus(y));
+    float const straight = __fmul_rn(__fmul_rn(slope, x > kMost ? kMost : x), kLog2e);
+    return clamp_decay(is_small ? __fmul_rn(-kLog2e, y) : z > kLinear ? straight : bent);
+  }
+};
+
 }  // namespace flash_kda

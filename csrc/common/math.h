@@ -28,6 +28,12 @@ __device__ __forceinline__ float rsqrt_approx(float x) {
   return y;
 }
 
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 1 / (1 + 2^z). Right in both limits: 2^z overflows to infinity (result 0) or vanishes (result 1).
 __device__ __forceinline__ float sigmoid_of_negated_log2(float z) { return rcp_approx(__fadd_rn(1.f, exp2_approx(z))); }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/gate.h"
+#include "common/sequence.h"
 #include "common/stage.h"
 
 namespace flash_kda {
@@ -26,6 +27,9 @@ __device__ __forceinline__ float4 times(float4 x, float4 y) {
 }
 __device__ __forceinline__ float4 plus(float4 x, float s) {
   return {__fadd_rn(x.x, s), __fadd_rn(x.y, s), __fadd_rn(x.z, s), __fadd_rn(x.w, s)};
+}
+__device__ __forceinline__ float4 plus(float4 x, float4 y) {
+  return {__fadd_rn(x.x, y.x), __fadd_rn(x.y, y.y), __fadd_rn(x.z, y.z), __fadd_rn(x.w, y.w)};
 }
 __device__ __forceinline__ float4 minus(float4 x) { return {-x.x, -x.y, -x.z, -x.w}; }
 __device__ __forceinline__ float4 exp2_approx(float4 x) {
@@ -60,9 +64,56 @@ __device__ __forceinline__ void norms(Stage& stage, Scratch& scratch, float scal
   }
 }
 
-// Turns raw rows into K+, Q+ and K- in place, each lane its own channels.
-__device__ __forceinline__ void factors(Stage& stage, Scratch const& scratch, Gate const& gate, float4 shifted_bias,
-                                        int valid, int lane) {
+// The gate of one head, as a lane needs it.
+struct LaneGate {
+  using Row = uint2;  // four channels' g of a token
+
+  Gate gate;
+  float4 shifted_bias;
+
+  __device__ static LaneGate of(FwdParams const& p, Sequence const&, int head, int lane) {
+    Gate const gate = Gate::of_head(p.A_log[head], p.lower_bound);
+    float const* const bias = p.dt_bias + head * kHeadDim + kLaneChannels * lane;
+    return {gate, times({bias[0], bias[1], bias[2], bias[3]}, gate.slope)};
+  }
+
+  // From its place in the stage.
+  __device__ Row load(FwdParams const&, uint2 const* g, int, bool) const { return *g; }
+
+  // The running log2 decay, one token further.
+  __device__ float4 accumulated(float4 sum, float4 raw, bool is_valid) const {
+    // Padded rows do not decay: their sigmoid is finite, and fma(0, sigmoid, sum) is the sum.
+    Gate const row_gate = {gate.slope, is_valid ? gate.floor : 0.f};
+    return {row_gate.accumulate(raw.x, shifted_bias.x, sum.x), row_gate.accumulate(raw.y, shifted_bias.y, sum.y),
+            row_gate.accumulate(raw.z, shifted_bias.z, sum.z), row_gate.accumulate(raw.w, shifted_bias.w, sum.w)};
+  }
+  __device__ void accumulate(FwdParams const&, float4& sum, Row row, bool is_valid) const {
+    sum = accumulated(sum, widen(row), is_valid);
+  }
+
+  __device__ void prefetch(FwdParams const&, int, int) const {}
+};
+
+// The logits of beta of one head. A lane brings one: lane i < 16 that of row i. Rows past the end have none.
+struct Beta {
+  using Logit = bf16;
+
+  bf16 const* logits;
+  int64_t pitch;
+
+  __device__ static Beta of(FwdParams const& p, Sequence const& s, int head) {
+    return {first_row<bf16 const>(p.beta, s, head), p.beta.token_stride};
+  }
+  __device__ Logit load(FwdParams const&, int64_t token, int valid, int lane) const {
+    return lane < valid ? logits[(token + lane) * pitch] : bf16(0.f);
+  }
+  __device__ float activated(FwdParams const&, Logit logit) const { return beta_of_logit(float(logit)); }
+};
+
+// Turns raw rows into K+, Q+ and K- in place, each lane its own channels. `token` is the chunk's first.
+template <class Params, class LaneGate>
+__device__ __forceinline__ void factors(Params const& p, Stage& stage, Scratch const& scratch, LaneGate& gate,
+                                        int token, int valid, int lane) {
   // Rows go in groups: all of a group is loaded before any of it is stored, since the compiler has to keep that order,
   // and their sigmoids do not wait for each other. A divisor of the swizzle's period of eight rows.
   constexpr int kRows = 4;
@@ -73,7 +124,8 @@ __device__ __forceinline__ void factors(Stage& stage, Scratch const& scratch, Ga
 #pragma unroll 1
   for (int first = 0; first < kChunk; first += kRows) {
     int const column = channel % kPanel ^ first % 8 * 8;  // swizzled for row `first`
-    uint2 *k[kRows], *q[kRows], *g[kRows], k_row[kRows], q_row[kRows], g_row[kRows];
+    uint2 *k[kRows], *q[kRows], *g[kRows], k_row[kRows], q_row[kRows];
+    typename LaneGate::Row g_row[kRows];
     float2 norm[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -81,19 +133,13 @@ __device__ __forceinline__ void factors(Stage& stage, Scratch const& scratch, Ga
       k[r] = reinterpret_cast<uint2*>(kq + offset + r * kPanel);
       q[r] = reinterpret_cast<uint2*>(kq + offset + r * kPanel + kQuery);
       g[r] = reinterpret_cast<uint2*>(gs + offset + r * kPanel);
-      k_row[r] = *k[r], q_row[r] = *q[r], g_row[r] = *g[r];
+      k_row[r] = *k[r], q_row[r] = *q[r], g_row[r] = gate.load(p, g[r], token + first + r, first + r < valid);
       norm[r] = scratch.norm[first + r];
     }
     float4 exponent[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      // Padded rows do not decay: their sigmoid is finite, and fma(0, sigmoid, sum) is the sum.
-      Gate const row_gate = {gate.slope, first + r < valid ? gate.floor : 0.f};
-      float4 const raw = widen(g_row[r]);
-      sum.x = row_gate.accumulate(raw.x, shifted_bias.x, sum.x);
-      sum.y = row_gate.accumulate(raw.y, shifted_bias.y, sum.y);
-      sum.z = row_gate.accumulate(raw.z, shifted_bias.z, sum.z);
-      sum.w = row_gate.accumulate(raw.w, shifted_bias.w, sum.w);
+      gate.accumulate(p, sum, g_row[r], first + r < valid);
       // The sum itself stays unshifted: added to 57, slow decays would lose their last bits.
       exponent[r] = plus(sum, kShift);
     }
@@ -186,37 +232,28 @@ __device__ __forceinline__ void invert(Stage& stage, Scratch const& scratch, int
   }
 }
 
-// The gate of one head, as a lane needs it.
-struct LaneGate {
-  Gate gate;
-  float4 shifted_bias;
-
-  __device__ static LaneGate of_head(FwdParams const& p, int head, int lane) {
-    Gate const gate = Gate::of_head(p.A_log[head], p.lower_bound);
-    float const* const bias = p.dt_bias + head * kHeadDim + kLaneChannels * lane;
-    return {gate, times({bias[0], bias[1], bias[2], bias[3]}, gate.slope)};
-  }
-};
-
-// The logit of beta that a lane brings: lane i < 16 that of row i. Rows past the end have none.
-__device__ __forceinline__ bf16 load_logit(bf16 const* logits, int64_t pitch, int64_t token, int valid, int lane) {
-  return lane < valid ? logits[(token + lane) * pitch] : bf16(0.f);
-}
-
 // All of it. k, q and g have arrived in the stage; V is not touched. On return the factors are written and the scratch
-// may be reused.
-__device__ __forceinline__ void prepare_chunk(Stage& stage, Scratch& scratch, LaneGate const& gate, float scale,
-                                              bf16 logit, int valid, int lane) {
-  norms(stage, scratch, scale, lane);
+// may be reused. Sequence, head and token say where the chunk came from.
+__device__ __forceinline__ void prepare_chunk(FwdParams const& p, Stage& stage, Scratch& scratch, LaneGate const& gate,
+                                              Beta const& beta, bf16 logit, int64_t, int, int token, int valid,
+                                              int lane) {
+  norms(stage, scratch, p.scale, lane);
   // Padded rows have a beta of zero, so that their U is zero. The logit is first used here: it came from device memory.
-  if (lane < kChunk) scratch.beta[lane] = lane < valid ? beta_of_logit(float(logit)) : 0.f;
+  if (lane < kChunk) scratch.beta[lane] = lane < valid ? beta.activated(p, logit) : 0.f;
   __syncwarp();
-  factors(stage, scratch, gate.gate, gate.shifted_bias, valid, lane);
+  factors(p, stage, scratch, gate, token, valid, lane);
   __syncwarp();
   gram(stage, scratch, lane);
   __syncwarp();
   invert(stage, scratch, lane);
   __syncwarp();
 }
+
+// What goes with the kernel's parameters: the plain forms above, or the general ones (common/general.h).
+template <class Params>
+struct Forms {
+  using Gate = LaneGate;
+  using Beta = flash_kda::Beta;
+};
 
 }  // namespace flash_kda

@@ -8,5 +8,6 @@
 namespace flash_kda::portable {
 
 cudaError_t fwd(FwdParams const& p, cudaStream_t stream);
+cudaError_t fwd(GeneralParams const& p, cudaStream_t stream);
 
 }  // namespace flash_kda::portable

@@ -13,9 +13,9 @@ namespace flash_kda::sm90 {
 
 // Roles run through the CTA's work items at their own pace: only the ring's barriers hold them together, so that the
 // next item is being loaded and prepared while this one's last chunks are worked off.
-template <class Config>
+template <class Config, class Params>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    fwd_kernel(__grid_constant__ FwdParams const p, __grid_constant__ TensorMaps const maps) {
+    fwd_kernel(__grid_constant__ Params const p, __grid_constant__ TensorMaps const maps) {
   extern __shared__ __align__(1024) char memory[];
   SharedStorage<Config>& shared = *reinterpret_cast<SharedStorage<Config>*>(memory);
   // Uniform in a warp, and known to be: roles branch on it.
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   make_plan<Config>(p, shared.plan);  // ends with a block barrier
 
-  Schedule<Config> const schedule{p, shared.plan};
+  Schedule<Config, Params> const schedule{p, shared.plan};
   WorkItem item;
   uint32_t chunk = 0;
   if (warp < Config::kRecurrenceWarps) {
@@ -47,17 +47,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
       for (int round = 0; schedule.find(item, round); ++round) {
         prefetch_state<Config>(p, item, lane);
-        if (lane == 0) load(maps, shared, item, chunk);
+        if (lane == 0) load(p, maps, shared, item, chunk);
         __syncwarp();
       }
     }
   }
 }
 
-// Instantiated in a translation unit for each configuration, so that they build in parallel.
-template <class Config>
-cudaError_t launch(FwdParams const& p, TensorMaps const& maps, int multiprocessors, cudaStream_t stream) {
-  auto const kernel = fwd_kernel<Config>;
+// Instantiated in a translation unit for each configuration and form of parameters, so that they build in parallel.
+template <class Config, class Params>
+cudaError_t launch(Params const& p, TensorMaps const& maps, int multiprocessors, cudaStream_t stream) {
+  auto const kernel = fwd_kernel<Config, Params>;
   int const bytes = sizeof(SharedStorage<Config>);
   cudaError_t const status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;

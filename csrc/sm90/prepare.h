@@ -1,7 +1,7 @@
 // The prepare role: a warp turns a loaded chunk into its factors.
 #pragma once
 
-#include "common/prepare.h"
+#include "common/general.h"
 #include "sm90/schedule.h"
 
 namespace flash_kda::sm90 {
@@ -21,12 +21,12 @@ __device__ __forceinline__ void clear_rows(Stage& stage, int valid, int lane) {
 
 // A warp's share of an item's chunks: those whose number in the CTA's list is `warp` modulo the number of prepare
 // warps.
-template <class Config>
-__device__ __forceinline__ void prepare(FwdParams const& p, SharedStorage<Config>& shared, WorkItem const& item,
+template <class Config, class Params>
+__device__ __forceinline__ void prepare(Params const& p, SharedStorage<Config>& shared, WorkItem const& item,
                                         uint32_t first_chunk, int warp, int lane) {
   Scratch& scratch = shared.scratch[warp];
-  LaneGate const gate = LaneGate::of_head(p, item.head, lane);
-  bf16 const* const logits = first_row<bf16 const>(p.beta, item.sequence, item.head);
+  auto const gate = Forms<Params>::Gate::of(p, item.sequence, item.head, lane);
+  auto const beta = Forms<Params>::Beta::of(p, item.sequence, item.head);
 
   int const length = item.length();
   uint32_t const mine = (warp + Config::kPrepareWarps - first_chunk % Config::kPrepareWarps) % Config::kPrepareWarps;
@@ -36,11 +36,12 @@ __device__ __forceinline__ void prepare(FwdParams const& p, SharedStorage<Config
     RingPlace<Config> const place(chunk);
     Stage& stage = shared.stage[place.stage];
     int const valid = min(length - token, kChunk);
-    bf16 const logit = load_logit(logits, p.beta.token_stride, token, valid, lane);
+    auto const logit = beta.load(p, token, valid, lane);
+    gate.prefetch(p, token + Config::kPrepareWarps * kChunk, length);
 
     shared.loaded[place.stage].wait(place.use % 2);
     if (valid < kChunk) clear_rows(stage, valid, lane);
-    prepare_chunk(stage, scratch, gate, p.scale, logit, valid, lane);
+    prepare_chunk(p, stage, scratch, gate, beta, logit, item.sequence_index, item.head, token, valid, lane);
     cutlass::arch::fence_view_async_shared();  // wgmma reads the factors, and TMA will overwrite them
     shared.full[place.stage].arrive();
     chunk += Config::kPrepareWarps;

@@ -33,13 +33,11 @@ __device__ __forceinline__ auto in_every_stage(bf16* in_first_stage, Layout layo
 }
 
 // All chunks of an item, by a warpgroup. `chunk` counts the chunks of the CTA's list.
-template <class Config>
-__device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>& shared, WorkItem const& item,
+template <class Config, class Params>
+__device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& shared, WorkItem const& item,
                                       uint32_t& chunk, int warp, int lane) {
   using namespace cute;
   int const warp_value = item.first_value + 16 * warp;  // the first of the warp's sixteen value rows
-  int64_t const state_offset =
-      ((item.sequence_index * p.num_heads + item.head) * kHeadDim + warp_value) * static_cast<int64_t>(kHeadDim);
   int const thread = threadIdx.x % 128;
 
   TiledMMA contract = make_tiled_mma(ContractAtom{});
@@ -53,7 +51,11 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
   bool const is_empty = item.length() == 0;
   Tensor state = make_tensor<float>(Accumulator<kHeadDim / 8>{});
   StateRows& state_rows = reinterpret_cast<StateRows&>(state(0));
-  load_initial_state(state_rows, p, state_offset, is_empty ? 1.f : kShiftDown, lane);
+  load_initial_state(state_rows, p, item.sequence_index, item.head, warp_value, is_empty ? 1.f : kShiftDown, lane);
+  auto const checkpoint = [&](int tokens) {
+    store_checkpoint(p, state_rows, item.sequence_index, item.head, warp_value, tokens, item.length(), lane);
+  };
+  checkpoint(0);
 
   Tensor xo = make_tensor<float>(Accumulator<4>{});  // S' [K+; Q+]^T: X's part and then O's
   // O goes on in registers of its own: as a part of xo, ptxas serialises wgmma (C7511).
@@ -147,6 +149,20 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
 #pragma unroll
     for (int i = 0; i < 4; ++i) u_bits[i] = pack_bf16(u(2 * i), u(2 * i + 1));
 
+    auto const apply_decay = [&](bool is_negative) {
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        float2 d = j % 2 ? float2{decay[j / 2].z, decay[j / 2].w} : float2{decay[j / 2].x, decay[j / 2].y};
+        if (is_negative) d = {-d.x, -d.y};
+        state(4 * j) = __fmul_rn(state(4 * j), d.x), state(4 * j + 1) = __fmul_rn(state(4 * j + 1), d.y);
+        state(4 * j + 2) = __fmul_rn(state(4 * j + 2), d.x), state(4 * j + 3) = __fmul_rn(state(4 * j + 3), d.y);
+      }
+    };
+    bool const decay_first = kIsGeneral<Params> && stage.decay.comes_first();
+    if (decay_first) {
+      if constexpr (!Config::kDecayEarly) fetch_decay();
+      apply_decay(true);
+    }
     warpgroup_fence_operand(o);
     warpgroup_fence_operand(state);
     warpgroup_arrive();
@@ -164,18 +180,14 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
     if constexpr (!Config::kDecayEarly) fetch_decay();
     warpgroup_wait<0>();
     warpgroup_fence_operand(state);
-#pragma unroll
-    for (int j = 0; j < kHeadDim / 8; ++j) {
-      float2 const d = j % 2 ? float2{decay[j / 2].z, decay[j / 2].w} : float2{decay[j / 2].x, decay[j / 2].y};
-      state(4 * j) = __fmul_rn(state(4 * j), d.x), state(4 * j + 1) = __fmul_rn(state(4 * j + 1), d.y);
-      state(4 * j + 2) = __fmul_rn(state(4 * j + 2), d.x), state(4 * j + 3) = __fmul_rn(state(4 * j + 3), d.y);
-    }
+    if (!decay_first) apply_decay(false);
     __syncwarp();  // every lane has read the stage
     if (lane == 0) shared.empty[s].arrive();
+    if (left >= kChunk) checkpoint(item.length() - left + kChunk);
   }
   if (!is_empty) store_out((item.length() - 1) % kChunk + 1);
 
-  store_final_state(state_rows, p, state_offset, is_empty ? 1.f : kShiftUp, lane);
+  store_final_state(state_rows, p, item.sequence_index, item.head, warp_value, is_empty ? 1.f : kShiftUp, lane);
 }
 
 }  // namespace flash_kda::sm90

@@ -21,11 +21,11 @@ struct WorkItem {
 // Work items run over parts of the value rows, then heads, then sequences from the longest to the shortest. A round
 // gives every CTA one item, the longest to the CTA with the fewest tokens so far, as far as rounds are planned; later
 // ones go back and forth over the CTAs. Everyone plans for all, so that nobody has to ask.
-template <class Config>
+template <class Config, class Params>
 struct Schedule {
   static constexpr int kParts = kHeadDim / Config::kValueRows;
 
-  FwdParams const& p;
+  Params const& p;
   Plan const& plan;
 
   __device__ int64_t items() const { return p.num_sequences * p.num_heads * kParts; }
@@ -52,8 +52,8 @@ struct Schedule {
 };
 
 // Fills the plan. By the whole block, which may read the plan on return.
-template <class Config>
-__device__ __forceinline__ void make_plan(FwdParams const& p, Plan& plan) {
+template <class Config, class Params>
+__device__ __forceinline__ void make_plan(Params const& p, Plan& plan) {
   static_assert(Config::kThreads >= kMostRanked && Config::kThreads >= kMostPlannedCtas);
   int const thread = threadIdx.x, ctas = int(gridDim.x);
   bool const is_ranked = p.num_sequences <= kMostRanked;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void make_plan(FwdParams const& p, Plan& plan) {
   if (!is_planned) return;
 
   // Thread c follows CTA c: its place in a round is its rank by chunks, ties by index.
-  int64_t const items = p.num_sequences * p.num_heads * Schedule<Config>::kParts;
+  int64_t const items = p.num_sequences * p.num_heads * Schedule<Config, Params>::kParts;
   int const rounds = int(min((items + ctas - 1) / ctas, int64_t(kMostPlannedRounds)));
   for (int round = 0; round < rounds; ++round) {
     int place = 0;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void make_plan(FwdParams const& p, Plan& plan) {
     __syncthreads();  // every thread has read the chunks
     int64_t const item = int64_t(round) * ctas + place;
     if (thread < ctas && item < items) {
-      plan.chunks[thread] += plan.length[item / Schedule<Config>::kParts / p.num_heads];
+      plan.chunks[thread] += plan.length[item / Schedule<Config, Params>::kParts / p.num_heads];
     }
     __syncthreads();
   }

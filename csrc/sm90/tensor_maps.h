@@ -15,5 +15,7 @@ struct TensorMaps {
 
 // False where TMA cannot describe a tensor (a stride of zero, say): the portable kernel serves it.
 bool make_tensor_maps(TensorMaps& maps, FwdParams const& p);
+// The same. There is no map of an fp32 g, which does not go through the stages.
+bool make_tensor_maps(TensorMaps& maps, GeneralParams const& p);
 
 }  // namespace flash_kda::sm90
