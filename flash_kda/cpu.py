@@ -29,7 +29,7 @@ import math
 import torch
 
 from flash_kda.recurrence import L2_EPSILON, sequence_bounds
-from flash_kda.validation import PLAIN, Options
+from flash_kda.validation import FLOAT32_MAX, PLAIN, Options
 
 CHUNK = 16
 RANGE = 81.0  # of |G|, just past what the bounded gate reaches
@@ -114,9 +114,9 @@ def _gate(A_log, dt_bias, lower_bound, H, options):
     def softplus(g):
         # Where softplus is an exponential, the slope goes into its exponent: alone, one might vanish and the other
         # overflow.
-        g.add_(bias)
+        g.add_(bias).clamp_(max=FLOAT32_MAX)
         small = torch.add(g, A_log[:, None, None]).exp_().neg_()
-        slope = negated_slope.clamp(min=-torch.finfo(torch.float32).max)
+        slope = negated_slope.clamp(min=-FLOAT32_MAX)
         return g.copy_(torch.where(g < -15, small, slope * torch.nn.functional.softplus(g))).clamp_(min=STRONGEST_DECAY)
 
     if options.gate == "log":
