@@ -145,7 +145,9 @@ def _served(x):
     """x itself where `fwd` takes its strides, else a contiguous copy."""
     unit = ALIGNMENT // x.element_size()
     steps = (stride for stride, size in zip(x.stride(), x.shape[:3], strict=False) if size > 1)
-    if x.stride(-1) == 1 and x.storage_offset() % unit == 0 and all(stride % unit == 0 for stride in steps):
+    # A traced tensor has no address yet: `fwd` looks at it when the graph runs.
+    aligned = torch.compiler.is_compiling() or x.data_ptr() % ALIGNMENT == 0
+    if aligned and x.stride(-1) == 1 and all(stride % unit == 0 for stride in steps):
         return x
     return x.contiguous()
 

@@ -90,8 +90,9 @@ def fwd(
         A_log: fp32 [HV], natural log of the gate's slope; None is a slope of 1.
         dt_bias: fp32 [HV, K] or [HV * K], gate bias; None is 0.
         lower_bound: natural log of the strongest decay of a token, in [-5, 0). None takes the unbounded gate
-            a_t = -exp(A_log) * softplus(g_t + dt_bias), which is computed for every finite input: natural-log decays
-            of -208 and less take every fp32 state to zero, and count as -208.
+            a_t = -exp(A_log) * softplus(g_t + dt_bias), which is right for every finite input: natural-log decays of
+            -208 and less take every fp32 state to zero, and count as -208. A sum g_t + dt_bias beyond the range of fp32
+            counts as the largest number in it.
         initial_state: bf16 or fp32 [N, HV, V, K]; None starts from zero.
         final_state: bf16 or fp32 [N, HV, V, K], written in place; None skips it. It has initial_state's dtype and
             may be the same tensor. The running state is fp32 in either case.

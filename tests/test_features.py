@@ -400,7 +400,7 @@ class TestGates:
             x |= {
                 "g": torch.tensor(values)[picks].to(device),
                 "A_log": torch.tensor(A_log, device=device),
-                "dt_bias": torch.tensor([0.0, 3e38, -3e38, 1.0], device=device).repeat(128).view(4, 128),
+                "dt_bias": torch.tensor([0.0, 3e37, -3e38, 1.0], device=device).repeat(128).view(4, 128),
                 "lower_bound": None,
             }
             assert_accurate(x)
