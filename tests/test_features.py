@@ -534,6 +534,95 @@ class TestActivations:
         assert_same_bits(pool[[2, 3]], before[[2, 3]], "rows that no sequence names")
 
 
+class TestDecoding:
+    """Few tokens for each state of a pool: on a GPU also the kernel that `auto` takes for them, in fp32 throughout."""
+
+    @pytest.fixture(params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in schedules.SETTINGS)])
+    def device(self, request, monkeypatch):
+        if request.param == "cpu":
+            return "cpu"
+        schedules.use(request.param, monkeypatch)
+        return "cuda"
+
+    @staticmethod
+    def check(x, cu_seqlens, indices, dtype=torch.float32, **options):
+        """A call in place on a pool; returns the error of the named rows. All other rows stay."""
+        device = x["q"].device
+        HV = x["v"].shape[2]
+        pool = Guarded((max(indices) + 3, HV, HEAD_DIM, HEAD_DIM), dtype, device)
+        named = [row for row in indices if row >= 0]
+        pool.tensor[named] = 0.1 * torch.randn(len(named), HV, HEAD_DIM, HEAD_DIM, device=device).to(dtype)
+        before = pool.buffer.clone()
+        initial = torch.stack([pool.tensor[row] if row >= 0 else torch.zeros_like(pool.tensor[0]) for row in indices])
+        out = Guarded(x["v"].shape, torch.bfloat16, device)
+        states = {"initial_state": pool.tensor, "final_state": pool.tensor}
+        rows = torch.tensor(indices, device=device)
+        flash_kda.fwd(**x | states, out=out.tensor, cu_seqlens=cu_seqlens, state_indices=rows, **options)
+        expected = recurrence(**x | {"initial_state": initial}, cu_seqlens=cu_seqlens, **options)
+        out.assert_guards_untouched()
+        bounds = CPU_BOUNDS if device.type == "cpu" else BOUNDS["long"]
+        state_bound = max(bounds[1], 2e-3 if dtype == torch.bfloat16 else 0)
+        assert bool(out.written().all()) and relative_error(out.tensor, expected[0]) < bounds[0]
+        kept = [n for n, row in enumerate(indices) if row >= 0]
+        assert relative_error(pool.tensor[named], expected[1][kept]) < state_bound
+        after = pool.buffer.clone()
+        pool.buffer.copy_(before)
+        untouched = torch.ones(len(pool.tensor), dtype=torch.bool)
+        untouched[named] = False
+        old = pool.tensor[untouched].clone()
+        pool.buffer.copy_(after)
+        assert torch.equal(old.view(torch.uint8), pool.tensor[untouched].view(torch.uint8))
+        pool.assert_guards_untouched()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("T", [1, 2, 3, 15, 16])
+    def test_batch(self, device, T, dtype):
+        x = make_inputs("long", 5, T, 3, device, T)
+        self.check(x, None, [4, -1, 0, 7, 2], dtype)
+
+    @pytest.mark.parametrize("lengths", [[1] * 7, [1, 0, 4, 2, 0, 3, 1], [0, 0, 0, 26, 0, 1, 1]], ids=str)
+    def test_packed(self, device, lengths):
+        x = make_inputs("random", 1, sum(lengths), 2, device, 3)
+        self.check(x, cu_seqlens_of(lengths, device).int(), [6, 1, 0, 9, -1, 3, 5])
+
+    @pytest.mark.parametrize("mean", [0.02, 3.0, 500.0])
+    @pytest.mark.parametrize("g_dtype", [torch.bfloat16, torch.float32])
+    def test_softplus_grouped_and_activated(self, device, mean, g_dtype):
+        x = softplus_inputs(device, mean, 16, H=4, g_dtype=g_dtype)
+        x |= {name: torch.nn.functional.normalize(x[name][:, :, :2].float(), dim=-1).bfloat16() for name in ("q", "k")}
+        x["beta"] = torch.sigmoid(x["beta"].float())
+        switches = {"use_qk_l2norm_in_kernel": False, "use_beta_sigmoid_in_kernel": False}
+        self.check({name: y for name, y in x.items() if name != "initial_state"}, None, [3], **switches)
+
+    def test_log_decays_and_negative_eigenvalues(self, device):
+        x = make_inputs("random", 4, 5, 2, device, 4)
+        none = dict.fromkeys(("A_log", "dt_bias", "lower_bound"))
+        self.check(x | none | {"g": -x["g"].abs()}, None, [3, 2, 0, 1], gate="log", allow_neg_eigval=True)
+
+    def test_many_heads_and_sequences(self, device):
+        x = make_inputs("long", 1, 40, 96 if device == "cuda" else 8, device, 5)
+        self.check(x, cu_seqlens_of([1] * 40, device), list(range(39, -1, -1)))
+
+    def test_a_long_sequence_with_checkpoints(self, device):
+        """Nothing depends on lengths being what their mean suggests."""
+        lengths = [0] * 40 + [130]
+        x = make_inputs("long", 1, 130, 2, device, 6)
+        checkpoints = torch.empty(2, 2, HEAD_DIM, HEAD_DIM, device=device)
+        cu_seqlens = cu_seqlens_of(lengths, device)
+        pool = torch.zeros(41, 2, HEAD_DIM, HEAD_DIM, device=device)
+        flash_kda.fwd(
+            **x | {"initial_state": pool, "final_state": pool},
+            out=torch.empty_like(x["v"]),
+            cu_seqlens=cu_seqlens,
+            state_indices=torch.arange(41, device=device),
+            checkpoints=checkpoints,
+            checkpoint_interval=64,
+        )
+        _, state, expected = recurrence(**x, cu_seqlens=cu_seqlens, checkpoint_interval=64)
+        bound = CPU_BOUNDS[1] if device == "cpu" else BOUNDS["long"][1]
+        assert relative_error(checkpoints, expected) < bound and relative_error(pool, state) < bound
+
+
 @pytest.mark.gpu
 def test_schedules_agree_to_the_bit(monkeypatch):
     lengths = [70, 0, 130, 1, 16]

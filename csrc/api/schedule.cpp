@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "portable/portable.h"
+#include "recurrent/recurrent.h"
 #ifdef FLASH_KDA_HAS_SM90
 #include "sm90/sm90.h"
 #endif
@@ -63,6 +64,17 @@ bool launch_sm90(cudaError_t&, Params const&, int, cudaStream_t) {
 }
 #endif
 
+// Decoding: few tokens for each state, where moving the states takes all the time. Packed lengths are the device's to
+// know, so that their mean decides: a long sequence among many short ones would keep one CTA busy for long.
+bool is_decoding(FwdParams const&) { return false; }
+bool is_decoding(GeneralParams const& p) {
+  if (p.state_indices == nullptr) return false;
+  return p.cu_seqlens == nullptr ? p.num_tokens <= 16 : p.num_tokens <= 4 * p.num_sequences;
+}
+
+cudaError_t launch_recurrent(FwdParams const&, cudaStream_t) { return cudaErrorNotSupported; }
+cudaError_t launch_recurrent(GeneralParams const& p, cudaStream_t stream) { return recurrent::fwd(p, stream); }
+
 template <class Params>
 cudaError_t launch(Params const& p, Schedule schedule, int device, cudaStream_t stream) {
   Device const& d = find_device(device);
@@ -72,6 +84,7 @@ cudaError_t launch(Params const& p, Schedule schedule, int device, cudaStream_t 
     throw std::runtime_error(kHasSm90 ? "flash_kda: schedule sm90 needs a device of compute capability 9.0"
                                       : "flash_kda: schedule sm90 needs a build with FLASH_KDA_CUDA_ARCHS naming 90a");
   }
+  if (schedule == Schedule::kAuto && is_decoding(p)) return launch_recurrent(p, stream);
   cudaError_t status = cudaSuccess;
   if (schedule != Schedule::kPortable && can_sm90 && launch_sm90(status, p, d.multiprocessors, stream)) return status;
   return portable::fwd(p, stream);

@@ -60,7 +60,7 @@ struct GeneralLaneGate {
   }
 
   // The log2 decays of a token under the unbounded gates.
-  __device__ float4 log2_decay(GeneralParams const& p, Row raw) const {
+  __device__ float4 unbounded(GeneralParams const& p, Row raw) const {
     if (p.gate == GateKind::kSoftplus) {
       SoftplusGate const softplus = {constants.x, constants.y};
       raw = plus(raw, bias);
@@ -71,12 +71,18 @@ struct GeneralLaneGate {
     return {clamp_decay(raw.x), clamp_decay(raw.y), clamp_decay(raw.z), clamp_decay(raw.w)};
   }
 
+  // The log2 decays of a token.
+  __device__ float4 log2_decay(GeneralParams const& p, Row raw) const {
+    if (p.gate != GateKind::kSigmoid) return unbounded(p, raw);
+    return LaneGate{{constants.x, constants.y}, bias}.accumulated({0.f, 0.f, 0.f, 0.f}, raw, true);
+  }
+
   // The running log2 decay, one token further.
   __device__ void accumulate(GeneralParams const& p, float4& sum, Row raw, bool is_valid) {
     if (p.gate == GateKind::kSigmoid) {
       sum = LaneGate{{constants.x, constants.y}, bias}.accumulated(sum, raw, is_valid);
     } else if (is_valid) {
-      sum = plus(sum, log2_decay(p, raw));
+      sum = plus(sum, unbounded(p, raw));
     }
     // Just past what the bounded gate reaches in a chunk. A NaN is out of range.
     constexpr float kWeakest = -116.f;
@@ -142,7 +148,7 @@ __device__ __forceinline__ void exact_factors(GeneralParams const& p, Stage& sta
   bf16 const* const g = first_row<bf16 const>(p.g, chunk, head) + channel;
   auto const decay_of = [&](int row) {
     auto const* const staged = reinterpret_cast<uint2 const*>(g + row * p.g.token_stride);  // if bf16
-    return gate.log2_decay(p, gate.load(p, staged, token + row, true));
+    return gate.unbounded(p, gate.load(p, staged, token + row, true));
   };
 
 #pragma unroll 1

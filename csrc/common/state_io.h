@@ -56,10 +56,10 @@ __device__ __forceinline__ int64_t state_row(GeneralParams const& p, int64_t n) 
   return row >= 0 && row < p.state_rows ? row : -1;
 }
 
-__device__ __forceinline__ int64_t initial_pitch(FwdParams const& p) {
-  return p.num_heads * int64_t(kHeadDim * kHeadDim);
-}
-__device__ __forceinline__ int64_t final_pitch(FwdParams const& p) { return initial_pitch(p); }
+// Elements of a row of the states, where rows lie close together.
+__device__ __forceinline__ int64_t row_size(FwdParams const& p) { return p.num_heads * int64_t(kHeadDim * kHeadDim); }
+__device__ __forceinline__ int64_t initial_pitch(FwdParams const& p) { return row_size(p); }
+__device__ __forceinline__ int64_t final_pitch(FwdParams const& p) { return row_size(p); }
 __device__ __forceinline__ int64_t initial_pitch(GeneralParams const& p) { return p.initial_pitch; }
 __device__ __forceinline__ int64_t final_pitch(GeneralParams const& p) { return p.final_pitch; }
 
@@ -99,22 +99,29 @@ __device__ __forceinline__ void store_final_state(StateRows const& state, Params
   }
 }
 
-// Stores the state that the sequence has after `tokens` of its `length` tokens, where a checkpoint is due.
+// The row among the checkpoints for the state after `tokens` of a sequence's `length` tokens; -1: none is due.
+__device__ __forceinline__ int64_t checkpoint_row(GeneralParams const& p, int64_t sequence_index, int tokens,
+                                                  int length) {
+  Checkpoints const& c = p.checkpoints;
+  if (c.data == nullptr || tokens % 64 != 0 || tokens % c.interval != 0) return -1;
+  if (c.at_start ? tokens >= length : tokens == 0 || tokens > length) return -1;
+  // Read by nobody but the device: rows outside the sequence's own, or outside the tensor, are left out.
+  int64_t const row = c.offsets[sequence_index] + tokens / c.interval - (c.at_start ? 0 : 1);
+  return row >= 0 && row < min(c.offsets[sequence_index + 1], c.rows) ? row : -1;
+}
+
+// Stores the state that a sequence has after `tokens` of its `length` tokens, where a checkpoint is due.
 __device__ __forceinline__ void store_checkpoint(FwdParams const&, StateRows const&, int64_t, int, int, int, int, int) {
 }
 __device__ __forceinline__ void store_checkpoint(GeneralParams const& p, StateRows const& state, int64_t sequence_index,
                                                  int head, int value, int tokens, int length, int lane) {
-  Checkpoints const& c = p.checkpoints;
-  if (c.data == nullptr || tokens % 64 != 0 || tokens % c.interval != 0) return;
-  if (c.at_start ? tokens >= length : tokens == 0 || tokens > length) return;
-  // Read by nobody but the device: rows outside the sequence's own, or outside the tensor, are left out.
-  int64_t const row = c.offsets[sequence_index] + tokens / c.interval - (c.at_start ? 0 : 1);
-  if (row < 0 || row >= min(c.offsets[sequence_index + 1], c.rows)) return;
-  int64_t const first = row * (p.num_heads * int64_t(kHeadDim * kHeadDim)) + offset_in_row(head, value);
-  if (c.is_fp32) {
-    store_state(state, static_cast<float*>(c.data), first, kShiftUp, lane);
+  int64_t const row = checkpoint_row(p, sequence_index, tokens, length);
+  if (row < 0) return;
+  int64_t const first = row * row_size(p) + offset_in_row(head, value);
+  if (p.checkpoints.is_fp32) {
+    store_state(state, static_cast<float*>(p.checkpoints.data), first, kShiftUp, lane);
   } else {
-    store_state(state, static_cast<cutlass::bfloat16_t*>(c.data), first, kShiftUp, lane);
+    store_state(state, static_cast<cutlass::bfloat16_t*>(p.checkpoints.data), first, kShiftUp, lane);
   }
 }
 
