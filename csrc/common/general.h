@@ -118,11 +118,15 @@ __device__ __forceinline__ int opaque(int x) {
   return x;
 }
 
-__device__ __forceinline__ float dot(float4 x, float4 y) { return x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w; }
+__device__ __forceinline__ float dot(float4 x, float4 y) {
+  return __fmaf_rn(x.w, y.w, __fmaf_rn(x.z, y.z, __fmaf_rn(x.y, y.y, __fmul_rn(x.x, y.x))));
+}
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffff, x, distance);
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    x = __fadd_rn(x, __shfl_xor_sync(0xffffffff, x, distance));
+  }
   return x;
 }
 
