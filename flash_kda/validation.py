@@ -424,24 +424,36 @@ def _check_state_strides(name, x):
         )
 
 
-def _footprint(x):
-    """(first byte, bytes of the innermost contiguous run, [(stride in bytes, size)] of the dimensions outside it)."""
-    run = size = x.element_size()
-    outer = []
-    for stride, count in sorted(
-        (stride * size, count) for stride, count in zip(x.stride(), x.shape, strict=True) if count > 1
-    ):
-        if not outer and stride == run:
-            run *= count
-        else:
-            outer.append((stride, count))
-    return x.data_ptr(), run, outer
+class _Footprint(NamedTuple):
+    """Where a tensor's elements lie: bytes [start, end), in runs of `run` bytes that (stride, size) pairs repeat."""
+
+    start: int
+    end: int
+    run: int
+    outer: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, x):
+        start, size = x.data_ptr(), x.element_size()
+        if x.is_contiguous():
+            run = x.numel() * size
+            return cls(start, start + run, run, [])
+        run, outer = size, []
+        for stride, count in sorted(
+            (stride * size, count) for stride, count in zip(x.stride(), x.shape, strict=True) if count > 1
+        ):
+            if not outer and stride == run:
+                run *= count
+            else:
+                outer.append((stride, count))
+        return cls(start, start + run + sum(stride * (count - 1) for stride, count in outer), run, outer)
 
 
 def _overlaps_itself(x):
     """Whether two elements of x may share an address. Says yes also to layouts too tangled to tell."""
-    _, extent, outer = _footprint(x)
-    for stride, count in outer:
+    footprint = _Footprint.of(x)
+    extent = footprint.run
+    for stride, count in footprint.outer:
         if stride < extent:
             return True
         extent += stride * (count - 1)
@@ -449,19 +461,12 @@ def _overlaps_itself(x):
 
 
 def _may_overlap(a, b):
-    """Whether a and b may share an address: not if their ranges are apart or interleave periodically."""
-    if not a.numel() or not b.numel():
+    """Whether two footprints may share an address: not if their ranges are apart or interleave periodically."""
+    if a.end <= b.start or b.end <= a.start:
         return False
-    (start_a, run_a, outer_a), (start_b, run_b, outer_b) = _footprint(a), _footprint(b)
-    end_a, end_b = (
-        start + run + sum(stride * (count - 1) for stride, count in outer)
-        for start, run, outer in ((start_a, run_a, outer_a), (start_b, run_b, outer_b))
-    )
-    if end_a <= start_b or end_b <= start_a:
-        return False
-    period = math.gcd(*(stride for stride, _ in outer_a + outer_b))
-    distance = (start_b - start_a) % period if period else 0
-    return not (run_a <= distance and distance + run_b <= period)
+    period = math.gcd(*(stride for stride, _ in a.outer + b.outer))
+    distance = (b.start - a.start) % period if period else 0
+    return not (a.run <= distance and distance + b.run <= period)
 
 
 def _check_overlaps(tensors):
@@ -470,13 +475,15 @@ def _check_overlaps(tensors):
         raise ValueError(
             f"out: expected every element at an address of its own, got strides {x.stride()} for shape {list(x.shape)}"
         )
+    footprints = {name: _Footprint.of(x) for name, x in tensors.items() if x.numel()}
     for output in ("out", "final_state", "checkpoints"):
-        if output not in tensors:
+        if output not in footprints:
             continue
-        for name, x in tensors.items():
-            if name == output or not _may_overlap(tensors[output], x):
+        for name, footprint in footprints.items():
+            if name == output or not _may_overlap(footprints[output], footprint):
                 continue
-            same = tensors[output].data_ptr() == x.data_ptr()
+            x, y = tensors[output], tensors[name]
+            same = x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
             if {output, name} == {"initial_state", "final_state"} and same:
                 continue  # updated in place: a kernel reads a (sequence, head)'s state before it writes it
             raise ValueError(f"{output}: expected memory of its own, got a tensor that overlaps {name}")

@@ -353,6 +353,17 @@ def test_option_tensors(call, name):
     assert torch.all(options(call)["checkpoints"] == 0)
 
 
+def test_pools_that_overlap_with_another_pitch(call):
+    """The same first row does not make them the same pool: writing one's row 1 would change the other's."""
+    row = H * 128 * 128
+    buffer = torch.zeros(N * (row + 64))
+    near = buffer.as_strided((N, H, 128, 128), (row, 128 * 128, 128, 1))
+    far = buffer.as_strided((N, H, 128, 128), (row + 64, 128 * 128, 128, 1))
+    message = r"^final_state: .*overlaps initial_state"
+    rejects(call, ValueError, message, **options(call, initial_state=near, final_state=far))
+    flash_kda.fwd(**options(call, initial_state=far, final_state=far))
+
+
 def test_option_sizes(call):
     short = torch.zeros(2, dtype=torch.int64)
     rejects(call, ValueError, r"^state_indices: expected shape \[N\] = \[3\]", **options(call, state_indices=short))
