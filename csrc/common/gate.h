@@ -54,17 +54,22 @@ struct SoftplusGate {
     return {-fminf(expf(A_log), kMost), __fmul_rn(A_log, kLog2e)};
   }
 
-  __device__ float log2_decay(float x) const {
-    constexpr float kLinear = 20.f;  // beyond, log2(1 + 2^z) is z; below its negative, 2^z log2(e)
+  // Beyond, log2(1 + 2^z) is z; below its negative, 2^z log2(e).
+  static constexpr float kBend = 20.f;
+
+  // For |z| up to kBend.
+  __device__ float at_the_bend(float z) const {
+    return fmaxf(__fmul_rn(slope, log2_of_one_plus(exp2_approx(z))), kStrongestDecay);
+  }
+
+  __device__ float anywhere(float x) const {
     constexpr float kMost = 3.4028235e38f;
     float const z = __fmul_rn(x, kLog2e);
     // Where softplus is an exponential, the slope goes into its exponent: alone, one might vanish and the other
     // overflow.
-    bool const is_small = z < -kLinear;
-    float const y = exp2_approx(is_small ? __fadd_rn(z, A_log2) : z);
-    float const bent = __fmul_rn(slope, log2_of_one_plus(y));
-    float const straight = __fmul_rn(__fmul_rn(slope, x > kMost ? kMost : x), kLog2e);
-    return clamp_decay(is_small ? __fmul_rn(-kLog2e, y) : z > kLinear ? straight : bent);
+    if (z < -kBend) return clamp_decay(__fmul_rn(-kLog2e, exp2_approx(__fadd_rn(z, A_log2))));
+    if (z > kBend) return clamp_decay(__fmul_rn(__fmul_rn(slope, x > kMost ? kMost : x), kLog2e));
+    return isnan(z) ? z : at_the_bend(z);
   }
 };
 

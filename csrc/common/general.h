@@ -64,8 +64,13 @@ struct GeneralLaneGate {
     if (p.gate == GateKind::kSoftplus) {
       SoftplusGate const softplus = {constants.x, constants.y};
       raw = plus(raw, bias);
-      return {softplus.log2_decay(raw.x), softplus.log2_decay(raw.y), softplus.log2_decay(raw.z),
-              softplus.log2_decay(raw.w)};
+      float4 const z = times(raw, kLog2e);
+      constexpr float kBend = SoftplusGate::kBend;
+      if (fabsf(z.x) <= kBend && fabsf(z.y) <= kBend && fabsf(z.z) <= kBend && fabsf(z.w) <= kBend) {
+        return {softplus.at_the_bend(z.x), softplus.at_the_bend(z.y), softplus.at_the_bend(z.z),
+                softplus.at_the_bend(z.w)};
+      }
+      return {softplus.anywhere(raw.x), softplus.anywhere(raw.y), softplus.anywhere(raw.z), softplus.anywhere(raw.w)};
     }
     raw = times(raw, kLog2e);
     return {clamp_decay(raw.x), clamp_decay(raw.y), clamp_decay(raw.z), clamp_decay(raw.w)};
