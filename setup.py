@@ -69,7 +69,7 @@ def build_command() -> type:
             cpp_extension._check_cuda_version = lambda *_: None
 
             (extension,) = self.extensions
-            kernel_sources = sources("portable/*.cu")
+            kernel_sources = sources("portable/*.cu") + sources("recurrent/*.cu")
             self.sm90_sources = sources("sm90/*.cu") if "90a" in archs else []
             host_flags = [*HOST_FLAGS, f'-DFLASH_KDA_ARCHS="{",".join(archs)}"']
             if self.sm90_sources:

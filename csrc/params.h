@@ -35,4 +35,44 @@ struct FwdParams {
   float lower_bound;  // of the log decay, in [-5, 0)
 };
 
+enum class GateKind : int {
+  kSigmoid,   // lower_bound sigmoid(exp(A_log) (g + dt_bias))
+  kSoftplus,  // -exp(A_log) softplus(g + dt_bias)
+  kLog        // g is the natural log of the decay
+};
+enum class BetaKind : int { kSigmoid, kTwiceSigmoid, kActivated };
+
+// States on the way through a sequence. Sequence n owns rows [offsets[n], offsets[n + 1]) of `data`.
+struct Checkpoints {
+  void* data;              // [rows, HV, 128 (V), 128 (K)], or null: none wanted
+  int64_t const* offsets;  // [N + 1], on the device
+  int64_t rows;
+  int interval;   // in tokens, a multiple of 64
+  bool at_start;  // the state before each interval, else the one after each whole interval
+  bool is_fp32;   // else bf16
+};
+
+// What only some calls need. Its type tells the kernels apart at compile time: those that take plain FwdParams hold no
+// code for it. Here num_heads counts the heads of v, g, beta, out and the states; A_log and dt_bias may be null.
+struct GeneralParams : FwdParams {
+  void const* state_indices;  // [N]: the row of the state pools of each sequence, or null: row n
+  int64_t state_rows;         // P, of both pools
+  int64_t initial_pitch;      // elements from one row of a pool to the next
+  int64_t final_pitch;
+  Checkpoints checkpoints;
+  int group;  // value heads a head of q and k
+  GateKind gate;
+  BetaKind beta_kind;
+  bool state_indices_are_int32;  // else int64
+  bool cu_seqlens_are_int32;     // FwdParams::cu_seqlens then points to int32
+  bool g_is_fp32;                // else bf16, as beta
+  bool beta_is_fp32;
+  bool normalise;  // q and k
+};
+
+template <class Params>
+constexpr bool kIsGeneral = false;
+template <>
+constexpr bool kIsGeneral<GeneralParams> = true;
+
 }  // namespace flash_kda

@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from flash_kda.validation import in_common_form, validate
+from flash_kda.validation import PLAIN, Options, checkpoint_count, in_common_form, is_plain, validate
 
 SCHEDULES = ("auto", "portable", "sm90")
 
@@ -52,14 +52,24 @@ def fwd(
     beta: torch.Tensor,
     scale: float,
     out: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    lower_bound: float,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    lower_bound: float | None,
     initial_state: torch.Tensor | None = None,
     final_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    *,
+    state_indices: torch.Tensor | None = None,
+    checkpoints: torch.Tensor | None = None,
+    checkpoint_interval: int | None = None,
+    checkpoint_offsets: torch.Tensor | None = None,
+    checkpoint_at: str = "end",
+    gate: str = "raw",
+    use_qk_l2norm_in_kernel: bool = True,
+    use_beta_sigmoid_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
 ) -> None:
-    """Kimi Delta Attention, forward pass, written into `out` and `final_state`.
+    """Kimi Delta Attention, forward pass, written into `out`, `final_state` and `checkpoints`.
 
     Per sequence and head, with the state S in R^{V x K} and K = V = 128 (Kimi Linear report, arXiv 2510.26692):
 
@@ -72,24 +82,45 @@ def fwd(
 
     Args:
         q, k: bf16 [B, T, H, K], query and key before normalisation; H >= 1.
-        v: bf16 [B, T, H, V], value.
-        g: bf16 [B, T, H, K], gate before activation.
-        beta: bf16 [B, T, H], logits, any strides.
+        v: bf16 [B, T, HV, V], value; HV is a multiple of H, and head h of v goes with head h // (HV / H) of q and k.
+        g: bf16 or fp32 [B, T, HV, K], gate before activation, or natural-log decays (see `gate`).
+        beta: bf16 or fp32 [B, T, HV], logits, any strides.
         scale: factor of the query, usually K ** -0.5; finite in fp32.
-        out: bf16 [B, T, H, V], written in place.
-        A_log: fp32 [H], natural log of the gate's slope.
-        dt_bias: fp32 [H, K], gate bias.
-        lower_bound: natural log of the strongest decay of a token, in [-5, 0).
-        initial_state: bf16 or fp32 [N, H, V, K]; None starts from zero.
-        final_state: bf16 or fp32 [N, H, V, K], written in place; None skips it. It has initial_state's dtype and
+        out: bf16 [B, T, HV, V], written in place.
+        A_log: fp32 [HV], natural log of the gate's slope; None is a slope of 1.
+        dt_bias: fp32 [HV, K] or [HV * K], gate bias; None is 0.
+        lower_bound: natural log of the strongest decay of a token, in [-5, 0). None takes the unbounded gate
+            a_t = -exp(A_log) * softplus(g_t + dt_bias), which is right for every finite input: natural-log decays of
+            -208 and less take every fp32 state to zero, and count as -208. A sum g_t + dt_bias beyond the range of fp32
+            counts as the largest number in it.
+        initial_state: bf16 or fp32 [N, HV, V, K]; None starts from zero.
+        final_state: bf16 or fp32 [N, HV, V, K], written in place; None skips it. It has initial_state's dtype and
             may be the same tensor. The running state is fp32 in either case.
-        cu_seqlens: int64 [N + 1], on the tensors' device: B is 1 and sequence n holds the tokens cu_seqlens[n] up to
-            cu_seqlens[n + 1]. Without it every batch row is a sequence and N = B.
+        cu_seqlens: int64 or int32 [N + 1], on the tensors' device: B is 1 and sequence n holds the tokens cu_seqlens[n]
+            up to cu_seqlens[n + 1]. Without it every batch row is a sequence and N = B.
+        state_indices: int64 or int32 [N], on the tensors' device: initial_state and final_state are pools
+            [P, HV, V, K] of one shape, and sequence n reads and writes row state_indices[n]. -1, as any index outside
+            the pool, starts from zero and writes no state. Other rows stay untouched. Where two sequences name one row,
+            either's state ends up in it, and either of both may be read.
+        checkpoints: bf16 or fp32 [M, HV, V, K], written in place: the sequences' states on the way; None skips them.
+        checkpoint_interval: tokens between checkpoints, a multiple of 64.
+        checkpoint_offsets: int64 [N + 1], on the tensors' device: sequence n has rows checkpoint_offsets[n] up to
+            checkpoint_offsets[n + 1] of `checkpoints`; what does not fit there, or not into the tensor, is left out.
+            None lays the sequences' checkpoints one after the other, as `flash_kda.checkpoint_offsets` does.
+        checkpoint_at: "end" writes the states after each whole interval of a sequence: 130 tokens at an interval of 64
+            give those after 64 and 128 tokens. "start" writes the states before each interval, begun ones included:
+            those before token 0, 64 and 128.
+        gate: "raw", or "log": g holds the natural-log decays a_t themselves, at most 0, of any strength; A_log, dt_bias
+            and lower_bound are None.
+        use_qk_l2norm_in_kernel: False takes q and k as they are, normalised by the caller.
+        use_beta_sigmoid_in_kernel: False takes beta as it is, activated by the caller.
+        allow_neg_eigval: 2 * sigmoid(beta_t) instead of sigmoid(beta_t).
 
-    q, k, v, g and out may have any batch, token and head strides that are multiples of 8 elements, with contiguous
-    channels; A_log, dt_bias, the states and cu_seqlens are contiguous. q, k, v, g, out and both states start at 16-byte
-    aligned addresses. Nothing is copied. `out` and `final_state` overlap no other argument and `out` does not overlap
-    itself.
+    q, k, v, g and out may have any batch, token and head strides that are multiples of 16 bytes, with contiguous
+    channels. The states' rows may lie apart (a first stride that is a multiple of 16 bytes); each is contiguous, as
+    are A_log, dt_bias, cu_seqlens, state_indices and the checkpoints. q, k, v, g, out, the states and checkpoints start
+    at 16-byte aligned addresses. Nothing is copied. `out`, `final_state` and `checkpoints` overlap no other argument
+    and `out` does not overlap itself.
 
     A zero-length sequence copies its initial state (or zeros) to its final state to the last bit; T = 0 and N = 0 are
     legal. Rows of `out` that no sequence covers stay as they are. cu_seqlens is not read by the host on a GPU: entries
@@ -103,8 +134,10 @@ def fwd(
     CUDA tensors: asynchronous on torch's current stream of their device, without host synchronisation, safe to capture
     in a CUDA graph. FLASH_KDA_SCHEDULE = auto | portable | sm90 picks the kernels: sm90 runs on compute capability 9.0,
     portable everywhere, auto is sm90 where that runs. What TMA cannot address (no tokens, a stride of 0) sm90 leaves to
-    portable. Their results agree to the bit.
+    portable. Their results agree to the bit. For decoding, which is a call with `state_indices` and at most 16 tokens a
+    batch row, or 4 a packed sequence on average, auto takes a kernel that works token by token in fp32.
     CPU tensors: chunked PyTorch, fp32 inside, whatever the schedule.
+    Under torch.compile the call is the custom operator `torch.ops.flash_kda.fwd`, which mutates its outputs.
 
     Raises (before anything is written; the message names the argument, what was expected and what came):
         TypeError: an argument of a wrong type or dtype.
@@ -114,44 +147,152 @@ def fwd(
             does not run, or a failed launch.
     """
     arguments = (q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens)
-    try:
-        valid = in_common_form(*arguments)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        valid = False
-    if not valid:
-        validate(*arguments)
+    options = options_of(
+        state_indices,
+        checkpoints,
+        checkpoint_interval,
+        checkpoint_offsets,
+        checkpoint_at,
+        gate,
+        use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+    )
+    if torch.compiler.is_compiling():
+        torch.ops.flash_kda.fwd(*arguments, *options)
+        return
+    run(arguments, options)
+
+
+def options_of(
+    state_indices, checkpoints, interval, offsets, at, gate, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval
+) -> Options:
+    """The keyword-only arguments of `fwd`, in order, as Options; PLAIN itself where all are at their defaults."""
+    if (
+        state_indices is None
+        and checkpoints is None
+        and interval is None
+        and offsets is None
+        and at == "end"
+        and gate == "raw"
+        and use_qk_l2norm is True
+        and use_beta_sigmoid is True
+        and allow_neg_eigval is False
+    ):
+        return PLAIN
+    return Options(
+        state_indices, checkpoints, interval, offsets, at, gate, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval
+    )
+
+
+def run(arguments: tuple, options: Options) -> None:
+    """`fwd` for its positional arguments, in order, and its options."""
+    plain = False
+    if options is PLAIN:
+        try:
+            plain = in_common_form(*arguments)
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            pass
+    if not plain:
+        validate(*arguments, options)
     chosen = schedule()
+    q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens = arguments
+    if options.checkpoints is not None and options.checkpoint_offsets is None:
+        options = options._replace(
+            checkpoint_offsets=_dense_offsets(q, cu_seqlens, options.checkpoint_interval, options.checkpoint_at)
+        )
     if not q.is_cuda:
         from flash_kda.cpu import fwd_cpu
 
-        fwd_cpu(*arguments)
+        fwd_cpu(*arguments, options)
         return
 
     B, T, H, _ = q.shape
+    HV = v.shape[2]
     device = q.get_device()
     state = final_state if initial_state is None else initial_state
-    (_extension or extension()).fwd(
+    kernels = _extension or extension()
+    common = (
         *_address(q),
         *_address(k),
         *_address(v),
         *_address(g),
         *_address(out),
         *_address(beta),
-        A_log.data_ptr(),
-        dt_bias.data_ptr(),
-        0 if initial_state is None else initial_state.data_ptr(),
-        0 if final_state is None else final_state.data_ptr(),
-        0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+        _pointer(A_log),
+        _pointer(dt_bias),
+        _pointer(initial_state),
+        _pointer(final_state),
+        _pointer(cu_seqlens),
         T,
-        H,
+        HV,
         B if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         scale,
-        lower_bound,
+        -1.0 if lower_bound is None else lower_bound,
         state is not None and state.dtype is torch.float32,
         device,
         _raw_stream(device),
         chosen,
     )
+    if plain or is_plain(q, v, g, beta, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens, options):
+        kernels.fwd(*common)
+        return
+    indices, checkpoints = options.state_indices, options.checkpoints
+    kernels.fwd_general(
+        _pointer(indices),
+        indices is not None and indices.dtype is torch.int32,
+        0 if state is None else state.shape[0],
+        *(0 if x is None else _pitch(x) for x in (initial_state, final_state)),
+        _pointer(checkpoints),
+        _pointer(options.checkpoint_offsets),
+        0 if checkpoints is None else checkpoints.shape[0],
+        options.checkpoint_interval or 0,
+        options.checkpoint_at == "start",
+        checkpoints is not None and checkpoints.dtype is torch.float32,
+        HV // H,
+        "log" if options.gate == "log" else "softplus" if lower_bound is None else "sigmoid",
+        ("twice sigmoid" if options.allow_neg_eigval else "sigmoid")
+        if options.use_beta_sigmoid_in_kernel
+        else "activated",
+        cu_seqlens is not None and cu_seqlens.dtype is torch.int32,
+        g.dtype is torch.float32,
+        beta.dtype is torch.float32,
+        options.use_qk_l2norm_in_kernel,
+        *common,
+    )
+
+
+def checkpoint_offsets(lengths: torch.Tensor, interval: int, at: str = "end") -> torch.Tensor:
+    """Where the checkpoints of sequences of these lengths lie if they follow each other without gaps.
+
+    Args:
+        lengths: integers [N], tokens of the sequences, on any device; the host does not read them.
+        interval, at: `checkpoint_interval` and `checkpoint_at` of `fwd`.
+
+    Returns:
+        int64 [N + 1] on the lengths' device: sequence n has rows [n] up to [n + 1], and [N] rows are needed in all.
+    """
+    counts = checkpoint_count(lengths.to(torch.int64), interval, at)
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+def _dense_offsets(q, cu_seqlens, interval, at):
+    B, T = q.shape[:2]
+    if cu_seqlens is None:
+        count = checkpoint_count(T, interval, at)
+        return torch.arange(0, (B + 1) * count, count, device=q.device) if count else q.new_zeros(B + 1).long()
+    start = cu_seqlens[:-1].clamp(0, T)
+    end = torch.maximum(cu_seqlens[1:].clamp(max=T), start)
+    return checkpoint_offsets(end - start, interval, at)
+
+
+def _pointer(x):
+    return 0 if x is None else x.data_ptr()
+
+
+def _pitch(state):
+    """Elements from one row of a state pool to the next."""
+    return state.stride(0) if len(state) > 1 else 0
 
 
 def _address(x):

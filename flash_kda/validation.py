@@ -5,6 +5,7 @@ second: it may say no to a legal call (which then takes the time of `validate`),
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,27 @@ TOKENS_MAX = 2**31 - 256
 PAIRS_MAX = 2**31 - 1
 HEADS_MAX = 2**24 - 1
 
+CHECKPOINT_UNIT = 64  # checkpoints lie on multiples of this many tokens
+GATES = ("raw", "log")
+CHECKPOINTS_AT = ("end", "start")
+
+
+class Options(NamedTuple):
+    """The keyword-only arguments of `flash_kda.fwd`; the defaults make the plain call."""
+
+    state_indices: torch.Tensor | None = None
+    checkpoints: torch.Tensor | None = None
+    checkpoint_interval: int | None = None
+    checkpoint_offsets: torch.Tensor | None = None
+    checkpoint_at: str = "end"
+    gate: str = "raw"
+    use_qk_l2norm_in_kernel: bool = True
+    use_beta_sigmoid_in_kernel: bool = True
+    allow_neg_eigval: bool = False
+
+
+PLAIN = Options()
+
 _TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 _NUMBER_TYPES = frozenset((float, int))
 _bfloat16, _float32, _int64 = torch.bfloat16, torch.float32, torch.int64
@@ -26,7 +48,10 @@ _is_grad_enabled = torch.is_grad_enabled
 def in_common_form(
     q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens
 ) -> bool:
-    """True if the call is legal and usual: plain tensors, whose address ranges do not meet those of the outputs.
+    """True if the call is legal, plain and usual: its address ranges do not meet those of the outputs.
+
+    Plain is what the plain kernels serve: one head of q and k for each of v, bf16 tokens, the bounded gate with A_log
+    and dt_bias [H, K], contiguous states and int64 cu_seqlens.
 
     May raise AttributeError, TypeError, ValueError or RuntimeError where an argument is not a dense tensor or number
     at all.
@@ -122,29 +147,51 @@ def in_common_form(
     )
 
 
-def validate(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens) -> None:
+def validate(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    scale,
+    out,
+    A_log,
+    dt_bias,
+    lower_bound,
+    initial_state,
+    final_state,
+    cu_seqlens,
+    options: Options = PLAIN,
+) -> None:
     """Raise TypeError (type, dtype) or ValueError (all else) for the first rule that the call breaks."""
-    tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "out": out, "A_log": A_log, "dt_bias": dt_bias}
-    optional = {"initial_state": initial_state, "final_state": final_state, "cu_seqlens": cu_seqlens}
-    tensors |= {name: x for name, x in optional.items() if x is not None}
+    required = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "out": out}
+    optional = {"A_log": A_log, "dt_bias": dt_bias, "initial_state": initial_state, "final_state": final_state}
+    optional |= {"cu_seqlens": cu_seqlens}
+    optional |= {name: getattr(options, name) for name in ("state_indices", "checkpoints", "checkpoint_offsets")}
+    tensors = required | {name: x for name, x in optional.items() if x is not None}
     for name, x in tensors.items():
-        _check_tensor(name, x)
+        _check_tensor(name, x, name in optional)
     scale = _number("scale", scale)
-    lower_bound = _number("lower_bound", lower_bound)
+    lower_bound = None if lower_bound is None else _number("lower_bound", lower_bound)
+    _check_switches(options)
 
-    for name in ("q", "k", "v", "g", "beta", "out"):
+    for name in ("q", "k", "v", "out"):
         _check_dtype(name, tensors[name], torch.bfloat16)
-    for name in ("A_log", "dt_bias"):
-        _check_dtype(name, tensors[name], torch.float32)
-    for name in ("initial_state", "final_state"):
+    for name in ("g", "beta", "initial_state", "final_state", "checkpoints"):
         if name in tensors:
             _check_dtype(name, tensors[name], torch.bfloat16, torch.float32)
+    for name in ("A_log", "dt_bias"):
+        if name in tensors:
+            _check_dtype(name, tensors[name], torch.float32)
     if initial_state is not None and final_state is not None and initial_state.dtype != final_state.dtype:
         raise TypeError(
             f"final_state: expected the dtype of initial_state, {initial_state.dtype}, got {final_state.dtype}"
         )
-    if cu_seqlens is not None:
-        _check_dtype("cu_seqlens", cu_seqlens, torch.int64)
+    for name in ("cu_seqlens", "state_indices"):
+        if name in tensors:
+            _check_dtype(name, tensors[name], torch.int64, torch.int32)
+    if "checkpoint_offsets" in tensors:
+        _check_dtype("checkpoint_offsets", tensors["checkpoint_offsets"], torch.int64)
 
     for name, x in tensors.items():
         if x.device != q.device:
@@ -152,6 +199,82 @@ def validate(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q: expected a tensor on a CPU or CUDA device, got {q.device}")
 
+    _check_shapes(tensors, options)
+
+    for name, x in tensors.items():
+        if x.numel() and not x.data_ptr():
+            raise ValueError(f"{name}: expected a tensor with memory, got one whose storage was freed (resized to 0)")
+        if x.is_neg():
+            raise ValueError(
+                f"{name}: expected plain values, got a lazily negated view (is_neg() is true); pass its resolve_neg()"
+            )
+    for name in ("q", "k", "v", "g", "out"):
+        _check_rows(name, tensors[name])
+    for name in ("A_log", "dt_bias", "cu_seqlens", "state_indices", "checkpoints", "checkpoint_offsets"):
+        if name in tensors and not tensors[name].is_contiguous():
+            x = tensors[name]
+            raise ValueError(
+                f"{name}: expected a contiguous tensor, got strides {x.stride()} for shape {list(x.shape)}"
+            )
+    for name in ("initial_state", "final_state"):
+        if name in tensors:
+            _check_state_strides(name, tensors[name])
+    for name in ("initial_state", "final_state", "checkpoints"):
+        if name in tensors and tensors[name].data_ptr() % ALIGNMENT:
+            raise ValueError(
+                f"{name}: expected a {ALIGNMENT}-byte aligned address, got {tensors[name].data_ptr():#x}; "
+                "its storage offset is not a multiple of 16 bytes"
+            )
+    _check_overlaps(tensors)
+
+    if not abs(scale) <= FLOAT32_MAX:
+        raise ValueError(f"scale: expected a finite fp32 number, got {scale}")
+    if lower_bound is not None and not LOWER_BOUND_MIN <= lower_bound < 0:
+        raise ValueError(f"lower_bound: expected a number in [{LOWER_BOUND_MIN:g}, 0), got {lower_bound}")
+    if torch.is_grad_enabled():
+        for name, x in tensors.items():
+            if x.requires_grad:
+                raise ValueError(
+                    f"{name}: expected a tensor that needs no gradient, got requires_grad=True; fwd computes the "
+                    "forward pass only: call it under torch.inference_mode() or torch.no_grad(), or detach the tensor"
+                )
+    if options.gate == "log":
+        for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
+            if x is not None:
+                raise ValueError(f'{name}: expected None with gate="log", where g holds the decays themselves')
+
+
+def _check_switches(options):
+    for name, known in (("gate", GATES), ("checkpoint_at", CHECKPOINTS_AT)):
+        value = getattr(options, name)
+        if not isinstance(value, str):
+            raise TypeError(f"{name}: expected a str, got {type(value).__name__}")
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(map(repr, known))}, got {value!r}")
+    for name in ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"):
+        value = getattr(options, name)
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+    if options.allow_neg_eigval and not options.use_beta_sigmoid_in_kernel:
+        raise ValueError(
+            "allow_neg_eigval: expected False with use_beta_sigmoid_in_kernel=False, where beta is already activated"
+        )
+    interval = options.checkpoint_interval
+    if options.checkpoints is None:
+        for name in ("checkpoint_interval", "checkpoint_offsets"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"{name}: expected None without checkpoints")
+        return
+    if isinstance(interval, bool) or not isinstance(interval, int):
+        raise TypeError(f"checkpoint_interval: expected an int with checkpoints, got {type(interval).__name__}")
+    if interval <= 0 or interval % CHECKPOINT_UNIT or interval > TOKENS_MAX:
+        raise ValueError(
+            f"checkpoint_interval: expected a positive multiple of {CHECKPOINT_UNIT} tokens, got {interval}"
+        )
+
+
+def _check_shapes(tensors, options):
+    q, cu_seqlens = tensors["q"], tensors.get("cu_seqlens")
     if q.dim() != 4 or q.shape[-1] != HEAD_DIM or q.shape[2] < 1:
         raise ValueError(f"q: expected shape [B, T, H, {HEAD_DIM}] with H >= 1, got {list(q.shape)}")
     B, T, H, _ = q.shape
@@ -164,70 +287,81 @@ def validate(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_
         N = len(cu_seqlens) - 1
     if T > TOKENS_MAX:
         raise ValueError(f"q: expected at most 2^31 - 256 tokens, got shape {list(q.shape)}")
-    if H > HEADS_MAX:
-        raise ValueError(f"q: expected fewer than 2^24 heads, got shape {list(q.shape)}")
-    if N * H > PAIRS_MAX:
-        name = "q" if cu_seqlens is None else "cu_seqlens"
-        raise ValueError(f"{name}: expected fewer than 2^31 (sequence, head) pairs, got N = {N} and H = {H}")
-    shapes = {
-        "k": ("B, T, H, K", (B, T, H, HEAD_DIM)),
-        "v": ("B, T, H, V", (B, T, H, HEAD_DIM)),
-        "g": ("B, T, H, K", (B, T, H, HEAD_DIM)),
-        "beta": ("B, T, H", (B, T, H)),
-        "out": ("B, T, H, V", (B, T, H, HEAD_DIM)),
-        "A_log": ("H", (H,)),
-        "dt_bias": ("H, K", (H, HEAD_DIM)),
-        "initial_state": ("N, H, V, K", (N, H, HEAD_DIM, HEAD_DIM)),
-        "final_state": ("N, H, V, K", (N, H, HEAD_DIM, HEAD_DIM)),
-    }
-    for name, (letters, shape) in shapes.items():
+
+    def check(name, letters, shape):
         if name in tensors and tensors[name].shape != shape:
             raise ValueError(
                 f"{name}: expected shape [{letters}] = {list(shape)} (q has shape {list(q.shape)}), "
                 f"got {list(tensors[name].shape)}"
             )
 
-    for name, x in tensors.items():
-        if x.numel() and not x.data_ptr():
-            raise ValueError(f"{name}: expected a tensor with memory, got one whose storage was freed (resized to 0)")
-        if x.is_neg():
-            raise ValueError(
-                f"{name}: expected plain values, got a lazily negated view (is_neg() is true); pass its resolve_neg()"
-            )
-    for name in ("q", "k", "v", "g", "out"):
-        _check_rows(name, tensors[name])
-    for name in ("A_log", "dt_bias", "initial_state", "final_state", "cu_seqlens"):
-        if name in tensors and not tensors[name].is_contiguous():
-            x = tensors[name]
-            raise ValueError(
-                f"{name}: expected a contiguous tensor, got strides {x.stride()} for shape {list(x.shape)}"
-            )
-    for name in ("initial_state", "final_state"):
-        if name in tensors and tensors[name].data_ptr() % ALIGNMENT:
-            raise ValueError(
-                f"{name}: expected a {ALIGNMENT}-byte aligned address, got {tensors[name].data_ptr():#x}; "
-                "its storage offset is not a multiple of 16 bytes"
-            )
-    _check_overlaps(tensors)
-
-    if not abs(scale) <= FLOAT32_MAX:
-        raise ValueError(f"scale: expected a finite fp32 number, got {scale}")
-    if not LOWER_BOUND_MIN <= lower_bound < 0:
-        raise ValueError(f"lower_bound: expected a number in [{LOWER_BOUND_MIN:g}, 0), got {lower_bound}")
-    if torch.is_grad_enabled():
-        for name, x in tensors.items():
-            if x.requires_grad:
-                raise ValueError(
-                    f"{name}: expected a tensor that needs no gradient, got requires_grad=True; fwd computes the "
-                    "forward pass only: call it under torch.inference_mode() or torch.no_grad(), or detach the tensor"
-                )
-
-
-def _check_tensor(name, x):
-    if not isinstance(x, torch.Tensor):
-        expected = (
-            "a torch.Tensor or None" if name in ("initial_state", "final_state", "cu_seqlens") else "a torch.Tensor"
+    check("k", "B, T, H, K", (B, T, H, HEAD_DIM))
+    v = tensors["v"]
+    if v.dim() != 4 or (v.shape[0], v.shape[1], v.shape[3]) != (B, T, HEAD_DIM) or not v.shape[2] or v.shape[2] % H:
+        raise ValueError(
+            f"v: expected shape [B, T, HV, V] = [{B}, {T}, HV, {HEAD_DIM}] with HV a multiple of H = {H} "
+            f"(q has shape {list(q.shape)}), got {list(v.shape)}"
         )
+    HV = v.shape[2]
+    if HV > HEADS_MAX:
+        raise ValueError(f"{'q' if HV == H else 'v'}: expected fewer than 2^24 heads, got shape {list(v.shape)}")
+    if N * HV > PAIRS_MAX:
+        name = "q" if cu_seqlens is None else "cu_seqlens"
+        raise ValueError(f"{name}: expected fewer than 2^31 (sequence, head) pairs, got N = {N} and {HV} heads")
+    check("g", "B, T, HV, K", (B, T, HV, HEAD_DIM))
+    check("beta", "B, T, HV", (B, T, HV))
+    check("out", "B, T, HV, V", (B, T, HV, HEAD_DIM))
+    check("A_log", "HV", (HV,))
+    if "dt_bias" in tensors and tensors["dt_bias"].shape != (HV * HEAD_DIM,):
+        check("dt_bias", "HV, K", (HV, HEAD_DIM))
+    check("state_indices", "N", (N,))
+    check("checkpoint_offsets", "N + 1", (N + 1,))
+    if "state_indices" not in tensors:
+        for name in ("initial_state", "final_state"):
+            check(name, "N, HV, V, K", (N, HV, HEAD_DIM, HEAD_DIM))
+        check_rows = ("checkpoints",)
+    else:
+        if "initial_state" not in tensors and "final_state" not in tensors:
+            raise ValueError("state_indices: expected None without initial_state and final_state")
+        check_rows = ("initial_state", "final_state", "checkpoints")
+    for name in check_rows:
+        if name in tensors:
+            x, letter = tensors[name], "M" if name == "checkpoints" else "P"
+            rows = x.shape[0] if x.dim() else 0
+            check(name, f"{letter}, HV, V, K", (rows, HV, HEAD_DIM, HEAD_DIM))
+    if "state_indices" in tensors and "initial_state" in tensors and "final_state" in tensors:
+        check("final_state", "P, HV, V, K", tuple(tensors["initial_state"].shape))
+    if "checkpoints" in tensors and cu_seqlens is None and options.checkpoint_offsets is None:
+        rows = B * checkpoint_count(T, options.checkpoint_interval, options.checkpoint_at)
+        if len(tensors["checkpoints"]) < rows:
+            raise ValueError(
+                f"checkpoints: expected at least {rows} rows for {B} sequences of {T} tokens, "
+                f"got {len(tensors['checkpoints'])}"
+            )
+
+
+def checkpoint_count(tokens, interval, at):
+    """How many checkpoints a sequence of so many tokens has; tokens may be a tensor."""
+    return tokens // interval if at == "end" else (tokens + interval - 1) // interval
+
+
+def is_plain(q, v, g, beta, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens, options) -> bool:
+    """Whether the plain kernels serve a call that `validate` has passed."""
+    return (
+        options is PLAIN
+        and q.shape[2] == v.shape[2]
+        and g.dtype == beta.dtype == torch.bfloat16
+        and A_log is not None
+        and dt_bias is not None
+        and lower_bound is not None
+        and (cu_seqlens is None or cu_seqlens.dtype == torch.int64)
+        and all(x is None or x.is_contiguous() for x in (initial_state, final_state))
+    )
+
+
+def _check_tensor(name, x, is_optional):
+    if not isinstance(x, torch.Tensor):
+        expected = "a torch.Tensor or None" if is_optional else "a torch.Tensor"
         raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
     if type(x) not in _TENSOR_TYPES:
         raise TypeError(
@@ -257,40 +391,69 @@ def _check_rows(name, x):
     """The layout that the kernels can address: contiguous channels, rows that start on 16-byte boundaries."""
     if not x.numel():
         return
-    strides = x.stride()
+    strides, unit = x.stride(), ALIGNMENT // x.element_size()
     if strides[3] != 1:
         raise ValueError(f"{name}: expected stride 1 in the last dimension, got {strides[3]} (strides {strides})")
     if x.data_ptr() % ALIGNMENT:
         raise ValueError(
             f"{name}: expected a {ALIGNMENT}-byte aligned address, got {x.data_ptr():#x}; "
-            "its storage offset is not a multiple of 8 elements"
+            f"its storage offset is not a multiple of {unit} elements"
         )
     for dimension, size, stride in zip(("batch", "token", "head"), x.shape[:3], strides[:3], strict=True):
-        if size > 1 and stride % 8:
+        if size > 1 and stride % unit:
             raise ValueError(
-                f"{name}: expected a {dimension} stride that is a multiple of 8 elements (16 bytes), got {stride} "
+                f"{name}: expected a {dimension} stride that is a multiple of {unit} elements (16 bytes), got {stride} "
                 f"(strides {strides})"
             )
 
 
-def _footprint(x):
-    """(first byte, bytes of the innermost contiguous run, [(stride in bytes, size)] of the dimensions outside it)."""
-    run = size = x.element_size()
-    outer = []
-    for stride, count in sorted(
-        (stride * size, count) for stride, count in zip(x.stride(), x.shape, strict=True) if count > 1
-    ):
-        if not outer and stride == run:
-            run *= count
-        else:
-            outer.append((stride, count))
-    return x.data_ptr(), run, outer
+def _check_state_strides(name, x):
+    """Rows of a pool may lie apart; each is contiguous and starts on a 16-byte boundary."""
+    if not x.numel():
+        return
+    unit = ALIGNMENT // x.element_size()
+    if not x[0].is_contiguous():
+        raise ValueError(
+            f"{name}: expected contiguous rows [HV, V, K], got strides {x.stride()} for shape {list(x.shape)}"
+        )
+    row, pitch = x[0].numel(), x.stride(0)
+    if len(x) > 1 and (pitch < row or pitch % unit):
+        raise ValueError(
+            f"{name}: expected a first stride of at least {row} elements (a row) and a multiple of {unit} (16 bytes), "
+            f"got {pitch} (strides {x.stride()})"
+        )
+
+
+class _Footprint(NamedTuple):
+    """Where a tensor's elements lie: bytes [start, end), in runs of `run` bytes that (stride, size) pairs repeat."""
+
+    start: int
+    end: int
+    run: int
+    outer: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, x):
+        start, size = x.data_ptr(), x.element_size()
+        if x.is_contiguous():
+            run = x.numel() * size
+            return cls(start, start + run, run, [])
+        run, outer = size, []
+        for stride, count in sorted(
+            (stride * size, count) for stride, count in zip(x.stride(), x.shape, strict=True) if count > 1
+        ):
+            if not outer and stride == run:
+                run *= count
+            else:
+                outer.append((stride, count))
+        return cls(start, start + run + sum(stride * (count - 1) for stride, count in outer), run, outer)
 
 
 def _overlaps_itself(x):
     """Whether two elements of x may share an address. Says yes also to layouts too tangled to tell."""
-    _, extent, outer = _footprint(x)
-    for stride, count in outer:
+    footprint = _Footprint.of(x)
+    extent = footprint.run
+    for stride, count in footprint.outer:
         if stride < extent:
             return True
         extent += stride * (count - 1)
@@ -298,19 +461,12 @@ def _overlaps_itself(x):
 
 
 def _may_overlap(a, b):
-    """Whether a and b may share an address: not if their ranges are apart or interleave periodically."""
-    if not a.numel() or not b.numel():
+    """Whether two footprints may share an address: not if their ranges are apart or interleave periodically."""
+    if a.end <= b.start or b.end <= a.start:
         return False
-    (start_a, run_a, outer_a), (start_b, run_b, outer_b) = _footprint(a), _footprint(b)
-    end_a, end_b = (
-        start + run + sum(stride * (count - 1) for stride, count in outer)
-        for start, run, outer in ((start_a, run_a, outer_a), (start_b, run_b, outer_b))
-    )
-    if end_a <= start_b or end_b <= start_a:
-        return False
-    period = math.gcd(*(stride for stride, _ in outer_a + outer_b))
-    distance = (start_b - start_a) % period if period else 0
-    return not (run_a <= distance and distance + run_b <= period)
+    period = math.gcd(*(stride for stride, _ in a.outer + b.outer))
+    distance = (b.start - a.start) % period if period else 0
+    return not (a.run <= distance and distance + b.run <= period)
 
 
 def _check_overlaps(tensors):
@@ -319,13 +475,13 @@ def _check_overlaps(tensors):
         raise ValueError(
             f"out: expected every element at an address of its own, got strides {x.stride()} for shape {list(x.shape)}"
         )
-    for output in ("out", "final_state"):
-        if output not in tensors:
+    footprints = {name: _Footprint.of(x) for name, x in tensors.items() if x.numel()}
+    for output in ("out", "final_state", "checkpoints"):
+        if output not in footprints:
             continue
-        for name, x in tensors.items():
-            if name == output or not _may_overlap(tensors[output], x):
+        for name, footprint in footprints.items():
+            if name == output or not _may_overlap(footprints[output], footprint):
                 continue
-            same = tensors[output].data_ptr() == x.data_ptr()
-            if {output, name} == {"initial_state", "final_state"} and same:
+            if {output, name} == {"initial_state", "final_state"} and footprints[output] == footprint:
                 continue  # updated in place: a kernel reads a (sequence, head)'s state before it writes it
             raise ValueError(f"{output}: expected memory of its own, got a tensor that overlaps {name}")

@@ -122,7 +122,15 @@ def test_binding_takes_the_call_that_the_package_makes():
     with pytest.raises(ValueError, match="schedule.* auto, portable or sm90, got no such schedule"):
         _C.fwd(*tensors, *addresses, *sizes, 1.0, -5.0, True, 0, 0, "no such schedule")
     no_sequences = (0, 1, 0)
-    assert _C.fwd(*tensors, *addresses, *no_sequences, 1.0, -5.0, True, 0, 0, "auto") is None
+    plain = (*tensors, *addresses, *no_sequences, 1.0, -5.0, True, 0, 0, "auto")
+    assert _C.fwd(*plain) is None
+    states, checkpoints = (0, True, 5, 0, 0), (0, 0, 3, 64, False, True)
+    assert (
+        _C.fwd_general(*states, *checkpoints, 2, "softplus", "twice sigmoid", True, True, False, True, *plain) is None
+    )
+    for kinds in (("no such gate", "sigmoid"), ("sigmoid", "no such beta")):
+        with pytest.raises(ValueError, match="unknown kind: no such"):
+            _C.fwd_general(*states, *checkpoints, 2, *kinds, True, True, False, True, *plain)
 
 
 def test_every_arch_holds_the_portable_kernels(build_info, kernels):

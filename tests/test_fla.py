@@ -183,3 +183,94 @@ def test_strided_views_arrive_and_are_served(kda):
         out, state = kda.chunk_kda(**inputs | views, **KERNEL_FLAGS)
     for name, x, expected in zip(("out", "final_state"), (out, state), ours(inputs), strict=True):
         assert_same_bits(x, expected, name)
+
+
+@pytest.fixture
+def registered(kda, monkeypatch):
+    """flash_kda.integrations.fla in place of FLA's own backend, for one test; a list of the calls that it serves."""
+    from inspect import unwrap
+
+    from fla import backends
+
+    import flash_kda.functional
+    from flash_kda.integrations import fla as integration
+
+    if not hasattr(backends, "register"):
+        pytest.skip("this flash-linear-attention has no fla.backends.register: flash_kda.integrations.fla needs 0.6")
+    registry = backends._function_registries[unwrap(kda.chunk_kda)]
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    integration.register()
+    calls, fwd = [], flash_kda.fwd
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs)
+        return fwd(*args, **kwargs)
+
+    monkeypatch.setattr(flash_kda.functional, "fwd", counted)
+    return calls
+
+
+RAW_FLAGS = dict.fromkeys(("use_gate_in_kernel", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel"), True)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "packed"])
+@pytest.mark.parametrize(
+    "feature",
+    ["plain", "grouped", "no A_log", "no dt_bias", "softplus", "negative eigenvalues", "key first", "activated"],
+)
+def test_registered_backend_serves(kda, registered, feature, packed):
+    """What FLA's own backend declines (or, at times, gets wrong) goes to flash_kda, with intermediate states along."""
+    inputs, cu_seqlens = case("long", packed)
+    options, flags = {}, dict(RAW_FLAGS)
+    if feature == "grouped":
+        inputs |= {name: inputs[name][:, :, :2].clone() for name in ("q", "k")}
+    elif feature.startswith("no "):
+        inputs[feature.removeprefix("no ")] = None
+    elif feature == "softplus":
+        inputs |= {"lower_bound": None, "dt_bias": inputs["dt_bias"] - 3}
+    elif feature == "negative eigenvalues":
+        options["allow_neg_eigval"] = True
+    elif feature == "activated":
+        flags["use_gate_in_kernel"] = False
+        inputs |= {"g": -inputs["g"].float().abs(), "A_log": None, "dt_bias": None, "lower_bound": None}
+    expected = recurrence_with_states(inputs, cu_seqlens, **options, gate="log" if feature == "activated" else "raw")
+    v_first = feature != "key first"
+    given = dict(inputs)
+    if not v_first:
+        given["initial_state"] = inputs["initial_state"].mT.contiguous()
+    with torch.inference_mode():
+        results = kda.chunk_kda(
+            **given,
+            **flags,
+            **options,
+            cu_seqlens=cu_seqlens,
+            output_final_state=True,
+            return_intermediate_states=True,
+            state_v_first=v_first,
+        )
+    assert len(registered) == 1, "FLA did not take flash_kda"
+    out, state, h = results
+    h = h.flatten(0, 1)
+    if not v_first:
+        state, h = state.mT, h.mT
+    for name, x, ref, bound in zip(
+        ("out", "state", "h"), (out, state, h), expected, (4.6e-3, 3.5e-3, 4e-3), strict=True
+    ):
+        assert x.shape == ref.shape, name
+        assert relative_error(x, ref) < bound, name
+
+
+def recurrence_with_states(inputs, cu_seqlens, **options):
+    from flash_kda.recurrence import recurrence
+
+    return recurrence(**inputs, cu_seqlens=cu_seqlens, checkpoint_interval=64, checkpoint_at="start", **options)
+
+
+def test_registered_backend_declines(kda, registered):
+    from flash_kda.integrations.fla import why_not
+
+    inputs, _ = case("long", False)
+    with torch.inference_mode():
+        assert why_not(**inputs, **RAW_FLAGS) is None
+        assert "bfloat16" in why_not(**inputs | {"q": inputs["q"].half()}, **RAW_FLAGS)
+    assert "gradients" in why_not(**inputs, **RAW_FLAGS)

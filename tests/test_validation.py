@@ -13,12 +13,14 @@ import flash_kda
 from flash_kda.interface import SCHEDULES
 from flash_kda.validation import in_common_form, validate
 
-ORDER = tuple(inspect.signature(flash_kda.fwd).parameters)
+PARAMETERS = inspect.signature(flash_kda.fwd).parameters.values()
+ORDER = tuple(x.name for x in PARAMETERS if x.kind is not x.KEYWORD_ONLY)
+OPTIONS = tuple(x.name for x in PARAMETERS if x.kind is x.KEYWORD_ONLY)
 T, H, N = 24, 2, 3
 TOKEN_TENSORS = ("q", "k", "v", "g", "out")
 STATES = ("initial_state", "final_state")
 TENSORS = (*TOKEN_TENSORS, "beta", "A_log", "dt_bias", *STATES, "cu_seqlens")
-OPTIONAL = (*STATES, "cu_seqlens")
+OPTIONAL = ("A_log", "dt_bias", *STATES, "cu_seqlens")
 
 
 @pytest.fixture
@@ -36,9 +38,11 @@ def rejects(call, error, pattern, **changes):
         flash_kda.fwd(**call | changes)
     for name in ("out", "final_state"):
         assert torch.all(call[name] == 7.0), f"{name} was written"
-    # The quick check must agree: it may refuse to decide, but not say yes.
+    # The quick check must agree: it may refuse to decide, but not say yes. It does not see options.
     arguments = [(call | changes)[name] for name in ORDER]
     try:
+        if set(OPTIONS) & set(call | changes):
+            return
         assert not in_common_form(*arguments)
     except (AttributeError, TypeError, ValueError, RuntimeError):
         pass
@@ -64,7 +68,7 @@ def test_none(call, name):
 
 
 @pytest.mark.parametrize("name", TENSORS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int16])
 def test_dtype(call, name, dtype):
     rejects(call, TypeError, rf"^{name}: expected dtype .*got {dtype}", **{name: call[name].to(dtype)})
 
@@ -151,8 +155,8 @@ def test_empty_cu_seqlens(call):
 
 
 def test_number_of_sequences(call):
-    rejects(call, ValueError, r"^initial_state: expected shape \[N, H, V, K\]", cu_seqlens=cu_seqlens_of([12, 12]))
-    rejects(call, ValueError, r"^initial_state: expected shape \[N, H, V, K\]", cu_seqlens=None)
+    rejects(call, ValueError, r"^initial_state: expected shape \[N, HV, V, K\]", cu_seqlens=cu_seqlens_of([12, 12]))
+    rejects(call, ValueError, r"^initial_state: expected shape \[N, HV, V, K\]", cu_seqlens=None)
 
 
 def test_too_many_pairs(call):
@@ -200,7 +204,16 @@ def test_row_strides(call, name, dimension):
 @pytest.mark.parametrize("name", ["A_log", "dt_bias", *STATES, "cu_seqlens"])
 def test_contiguous(call, name):
     strided = call[name].repeat_interleave(2, -1)[..., ::2]
-    rejects(call, ValueError, rf"^{name}: expected a contiguous tensor, got strides", **{name: strided})
+    expected = r"contiguous rows \[HV, V, K\]" if name in STATES else "a contiguous tensor"
+    rejects(call, ValueError, rf"^{name}: expected {expected}, got strides", **{name: strided})
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("pitch", [H * 128 * 128 - 4, H * 128 * 128 + 2, 0])
+def test_state_pitch(call, name, pitch):
+    """Rows that overlap, and rows that start off 16-byte boundaries."""
+    wide = torch.zeros(N * (H * 128 * 128 + 4)).as_strided((N, H, 128, 128), (pitch, 128 * 128, 128, 1))
+    rejects(call, ValueError, rf"^{name}: expected a first stride of at least .*, got {pitch} ", **{name: wide})
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -237,8 +250,10 @@ def test_final_state_may_be_initial_state(call):
         validate(*[(call | {"final_state": final_state})[name] for name in ORDER])
 
 
-@pytest.mark.parametrize("name", ["scale", "lower_bound"])
-@pytest.mark.parametrize("value", ["1", None, True, 1j, torch.tensor(-1.0)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, x) for x in ("1", True, 1j, torch.tensor(-1.0)) for name in ("scale", "lower_bound")] + [("scale", None)],
+)
 def test_number_type(call, name, value):
     rejects(call, TypeError, rf"^{name}: expected a float, got {type(value).__name__}", **{name: value})
 
@@ -305,3 +320,130 @@ def test_import_needs_neither_kernels_nor_a_gpu_nor_nvcc():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == flash_kda.__version__
+
+
+def options(call, **changes):
+    """A legal call with every option in use; `changes` on top."""
+    intervals = torch.tensor([0, 1, 2, 3])
+    return call | {
+        "state_indices": torch.tensor([2, 0, -1]),
+        "checkpoints": torch.zeros(3, H, 128, 128),
+        "checkpoint_interval": 64,
+        "checkpoint_offsets": intervals,
+        **changes,
+    }
+
+
+def test_the_legal_call_with_options_passes(call):
+    flash_kda.fwd(**options(call))
+    assert not (call["out"] == 7.0).any()
+
+
+@pytest.mark.parametrize("name", ["state_indices", "checkpoints", "checkpoint_offsets"])
+def test_option_tensors(call, name):
+    x = options(call)[name]
+    for value in (3, [1, 2]):
+        changes = options(call, **{name: value})
+        rejects(call, TypeError, rf"^{name}: expected a torch\.Tensor or None, got {type(value).__name__}", **changes)
+    rejects(call, TypeError, rf"^{name}: expected dtype .*got torch.float16", **options(call, **{name: x.half()}))
+    rejects(call, ValueError, rf"^{name}: expected the device of q", **options(call, **{name: x.to("meta")}))
+    rejects(call, ValueError, rf"^{name}: expected shape", **options(call, **{name: x[None]}))
+    strided = x.repeat_interleave(2, -1)[..., ::2]
+    rejects(call, ValueError, rf"^{name}: expected a contiguous tensor", **options(call, **{name: strided}))
+    assert torch.all(options(call)["checkpoints"] == 0)
+
+
+def test_pools_that_overlap_with_another_pitch(call):
+    """The same first row does not make them the same pool: writing one's row 1 would change the other's."""
+    row = H * 128 * 128
+    buffer = torch.zeros(N * (row + 64))
+    near = buffer.as_strided((N, H, 128, 128), (row, 128 * 128, 128, 1))
+    far = buffer.as_strided((N, H, 128, 128), (row + 64, 128 * 128, 128, 1))
+    message = r"^final_state: .*overlaps initial_state"
+    rejects(call, ValueError, message, **options(call, initial_state=near, final_state=far))
+    flash_kda.fwd(**options(call, initial_state=far, final_state=far))
+
+
+def test_option_sizes(call):
+    short = torch.zeros(2, dtype=torch.int64)
+    rejects(call, ValueError, r"^state_indices: expected shape \[N\] = \[3\]", **options(call, state_indices=short))
+    message = r"^checkpoint_offsets: expected shape \[N \+ 1\] = \[4\]"
+    rejects(call, ValueError, message, **options(call, checkpoint_offsets=short))
+    message = r"^checkpoints: expected shape \[M, HV, V, K\]"
+    rejects(call, ValueError, message, **options(call, checkpoints=torch.zeros(3, H + 1, 128, 128)))
+    message = r"^final_state: expected shape \[P, HV, V, K\]"
+    rejects(call, ValueError, message, **options(call, initial_state=torch.zeros(9, H, 128, 128)))
+    no_states = dict.fromkeys(STATES)
+    with pytest.raises(ValueError, match=r"^state_indices: expected None without initial_state and final_state"):
+        flash_kda.fwd(**options(call, **no_states))
+    batch = make_inputs("random", 2, 128, H, "cpu") | {"out": torch.zeros(2, 128, H, 128, dtype=torch.bfloat16)}
+    with pytest.raises(
+        ValueError, match=r"^checkpoints: expected at least 4 rows for 2 sequences of 128 tokens, got 3"
+    ):
+        flash_kda.fwd(**batch, checkpoints=torch.zeros(3, H, 128, 128), checkpoint_interval=64)
+
+
+@pytest.mark.parametrize("value", [0, -64, 32, 100, 2**31])
+def test_interval_value(call, value):
+    message = r"^checkpoint_interval: expected a positive multiple of 64"
+    rejects(call, ValueError, message, **options(call, checkpoint_interval=value))
+
+
+@pytest.mark.parametrize("value", [None, 64.0, True, "64"])
+def test_interval_type(call, value):
+    message = r"^checkpoint_interval: expected an int with checkpoints, got"
+    rejects(call, TypeError, message, **options(call, checkpoint_interval=value))
+
+
+@pytest.mark.parametrize("name", ["checkpoint_interval", "checkpoint_offsets"])
+def test_checkpoint_settings_without_checkpoints(call, name):
+    rejects(call, ValueError, rf"^{name}: expected None without checkpoints", **{name: options(call)[name]})
+
+
+def test_checkpoints_overlap(call):
+    state = call["final_state"]
+    rejects(call, ValueError, r"^(final_state|checkpoints): .*overlaps", **options(call, checkpoints=state))
+    message = r"^checkpoints: .*overlaps initial_state"
+    rejects(call, ValueError, message, **options(call, checkpoints=call["initial_state"]))
+    shifted = torch.zeros(3 * H * 128 * 128 + 4)[1:-3].view(3, H, 128, 128)
+    message = r"^checkpoints: expected a 16-byte aligned address"
+    rejects(call, ValueError, message, **options(call, checkpoints=shifted))
+
+
+@pytest.mark.parametrize("name", ["gate", "checkpoint_at"])
+def test_names(call, name):
+    rejects(call, ValueError, rf"^{name}: expected one of '.*, got 'other'", **{name: "other"})
+    rejects(call, TypeError, rf"^{name}: expected a str, got int", **{name: 1})
+
+
+@pytest.mark.parametrize("name", ["use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"])
+def test_switches(call, name):
+    rejects(call, TypeError, rf"^{name}: expected a bool, got int", **{name: 1})
+    rejects(call, TypeError, rf"^{name}: expected a bool, got NoneType", **{name: None})
+
+
+def test_contradictions(call):
+    changes = {"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": True}
+    rejects(call, ValueError, r"^allow_neg_eigval: expected False with use_beta_sigmoid_in_kernel=False", **changes)
+    none = {"A_log": None, "dt_bias": None, "lower_bound": None}
+    for name in none:
+        changes = none | {"gate": "log", name: call[name]}
+        rejects(call, ValueError, rf'^{name}: expected None with gate="log"', **changes)
+
+
+@pytest.mark.parametrize("name", ["v", "g", "beta", "out", "A_log", "dt_bias", *STATES])
+def test_grouped_heads(call, name):
+    """Two heads of v for each of q: whatever has another number of heads is named."""
+    changes = {x: call[x][:, :, :1] for x in ("q", "k")}
+    flash_kda.fwd(**call | changes | {x: call[x].clone() for x in ("out", "final_state")})
+    dimension = {"A_log": 0, "dt_bias": 0, "initial_state": 1, "final_state": 1}.get(name, 2)
+    three = torch.cat((call[name], call[name].narrow(dimension, 0, 1)), dimension)
+    # v sets the number of heads, so that another v shows at the first argument that disagrees.
+    rejects(call, ValueError, rf"^{'g' if name == 'v' else name}: expected shape", **changes | {name: three})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_gate_rows_of_fp32(call, dtype):
+    wide = torch.zeros(1, T, H, 130)[..., :128]
+    rejects(call, ValueError, r"^g: expected a (token|head) stride that is a multiple of 4 elements", g=wide)
+    rejects(call, TypeError, r"^g: expected dtype torch.bfloat16 or torch.float32", g=call["g"].to(dtype))

@@ -3,9 +3,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <initializer_list>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "api/schedule.h"
@@ -81,19 +83,24 @@ TensorView view(uint64_t a, int64_t batch_stride, int64_t token_stride, int64_t 
   return {address<void>(a), batch_stride, token_stride, head_stride};
 }
 
-// The caller (flash_kda.fwd) has validated everything; strides count elements.
-void fwd(uint64_t q, int64_t q_batch, int64_t q_token, int64_t q_head,              //
-         uint64_t k, int64_t k_batch, int64_t k_token, int64_t k_head,              //
-         uint64_t v, int64_t v_batch, int64_t v_token, int64_t v_head,              //
-         uint64_t g, int64_t g_batch, int64_t g_token, int64_t g_head,              //
-         uint64_t out, int64_t out_batch, int64_t out_token, int64_t out_head,      //
-         uint64_t beta, int64_t beta_batch, int64_t beta_token, int64_t beta_head,  //
-         uint64_t A_log, uint64_t dt_bias, uint64_t initial_state, uint64_t final_state, uint64_t cu_seqlens,
-         int64_t num_tokens, int64_t num_heads, int64_t num_sequences, double scale, double lower_bound,
-         bool state_is_fp32, int device, uint64_t stream, std::string const& schedule) {
-  Schedule const chosen = schedule_of_name(schedule);
-  if (num_sequences == 0 || num_heads == 0) return;
+template <class Kind>
+Kind kind_of_name(std::string const& name, std::initializer_list<std::pair<char const*, Kind>> kinds) {
+  for (auto const& [known, kind] : kinds) {
+    if (name == known) return kind;
+  }
+  throw std::invalid_argument("flash_kda: unknown kind: " + name);
+}
 
+// The tensors and numbers of every call.
+FwdParams params_of(uint64_t q, int64_t q_batch, int64_t q_token, int64_t q_head,              //
+                    uint64_t k, int64_t k_batch, int64_t k_token, int64_t k_head,              //
+                    uint64_t v, int64_t v_batch, int64_t v_token, int64_t v_head,              //
+                    uint64_t g, int64_t g_batch, int64_t g_token, int64_t g_head,              //
+                    uint64_t out, int64_t out_batch, int64_t out_token, int64_t out_head,      //
+                    uint64_t beta, int64_t beta_batch, int64_t beta_token, int64_t beta_head,  //
+                    uint64_t A_log, uint64_t dt_bias, uint64_t initial_state, uint64_t final_state, uint64_t cu_seqlens,
+                    int64_t num_tokens, int64_t num_heads, int64_t num_sequences, double scale, double lower_bound,
+                    bool state_is_fp32) {
   FwdParams p;
   p.q = view(q, q_batch, q_token, q_head);
   p.k = view(k, k_batch, k_token, k_head);
@@ -112,11 +119,78 @@ void fwd(uint64_t q, int64_t q_batch, int64_t q_token, int64_t q_head,          
   p.num_heads = int(num_heads);
   p.scale = float(scale);
   p.lower_bound = float(lower_bound);
+  return p;
+}
 
+template <class Params>
+void launch(Params const& p, int device, uint64_t stream, std::string const& schedule) {
+  Schedule const chosen = schedule_of_name(schedule);
+  if (p.num_sequences == 0 || p.num_heads == 0) return;
   DeviceGuard const guard(device);
   cudaError_t const status = launch_fwd(p, chosen, device, address<CUstream_st>(stream));
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) refuse_device(device);
   check(status, "the kernel launch");
+}
+
+// The caller (flash_kda.fwd) has validated everything; strides count elements.
+void fwd(uint64_t q, int64_t q_batch, int64_t q_token, int64_t q_head,              //
+         uint64_t k, int64_t k_batch, int64_t k_token, int64_t k_head,              //
+         uint64_t v, int64_t v_batch, int64_t v_token, int64_t v_head,              //
+         uint64_t g, int64_t g_batch, int64_t g_token, int64_t g_head,              //
+         uint64_t out, int64_t out_batch, int64_t out_token, int64_t out_head,      //
+         uint64_t beta, int64_t beta_batch, int64_t beta_token, int64_t beta_head,  //
+         uint64_t A_log, uint64_t dt_bias, uint64_t initial_state, uint64_t final_state, uint64_t cu_seqlens,
+         int64_t num_tokens, int64_t num_heads, int64_t num_sequences, double scale, double lower_bound,
+         bool state_is_fp32, int device, uint64_t stream, std::string const& schedule) {
+  launch(params_of(q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, g, g_batch,
+                   g_token, g_head, out, out_batch, out_token, out_head, beta, beta_batch, beta_token, beta_head, A_log,
+                   dt_bias, initial_state, final_state, cu_seqlens, num_tokens, num_heads, num_sequences, scale,
+                   lower_bound, state_is_fp32),
+         device, stream, schedule);
+}
+
+// What flash_kda.fwd asks for beyond the plain call (GeneralParams), in front of that call's arguments. num_heads
+// counts the heads of v; kinds are named.
+void fwd_general(uint64_t state_indices, bool state_indices_are_int32, int64_t state_rows, int64_t initial_pitch,
+                 int64_t final_pitch,  //
+                 uint64_t checkpoints, uint64_t checkpoint_offsets, int64_t checkpoint_rows, int checkpoint_interval,
+                 bool checkpoints_at_start, bool checkpoints_are_fp32,  //
+                 int group, std::string const& gate, std::string const& beta_kind, bool cu_seqlens_are_int32,
+                 bool g_is_fp32, bool beta_is_fp32, bool normalise,  //
+                 uint64_t q, int64_t q_batch, int64_t q_token, int64_t q_head, uint64_t k, int64_t k_batch,
+                 int64_t k_token, int64_t k_head, uint64_t v, int64_t v_batch, int64_t v_token, int64_t v_head,
+                 uint64_t g, int64_t g_batch, int64_t g_token, int64_t g_head, uint64_t out, int64_t out_batch,
+                 int64_t out_token, int64_t out_head, uint64_t beta, int64_t beta_batch, int64_t beta_token,
+                 int64_t beta_head, uint64_t A_log, uint64_t dt_bias, uint64_t initial_state, uint64_t final_state,
+                 uint64_t cu_seqlens, int64_t num_tokens, int64_t num_heads, int64_t num_sequences, double scale,
+                 double lower_bound, bool state_is_fp32, int device, uint64_t stream, std::string const& schedule) {
+  GeneralParams p;
+  static_cast<FwdParams&>(p) = params_of(
+      q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, g, g_batch, g_token,
+      g_head, out, out_batch, out_token, out_head, beta, beta_batch, beta_token, beta_head, A_log, dt_bias,
+      initial_state, final_state, cu_seqlens, num_tokens, num_heads, num_sequences, scale, lower_bound, state_is_fp32);
+  p.state_indices = address<void const>(state_indices);
+  p.state_rows = state_rows;
+  p.initial_pitch = initial_pitch;
+  p.final_pitch = final_pitch;
+  p.checkpoints = {address<void>(checkpoints),
+                   address<int64_t const>(checkpoint_offsets),
+                   checkpoint_rows,
+                   checkpoint_interval,
+                   checkpoints_at_start,
+                   checkpoints_are_fp32};
+  p.group = group;
+  p.gate = kind_of_name<GateKind>(
+      gate, {{"sigmoid", GateKind::kSigmoid}, {"softplus", GateKind::kSoftplus}, {"log", GateKind::kLog}});
+  p.beta_kind = kind_of_name<BetaKind>(beta_kind, {{"sigmoid", BetaKind::kSigmoid},
+                                                   {"twice sigmoid", BetaKind::kTwiceSigmoid},
+                                                   {"activated", BetaKind::kActivated}});
+  p.state_indices_are_int32 = state_indices_are_int32;
+  p.cu_seqlens_are_int32 = cu_seqlens_are_int32;
+  p.g_is_fp32 = g_is_fp32;
+  p.beta_is_fp32 = beta_is_fp32;
+  p.normalise = normalise;
+  launch(p, device, stream, schedule);
 }
 
 }  // namespace
@@ -125,4 +199,5 @@ void fwd(uint64_t q, int64_t q_batch, int64_t q_token, int64_t q_head,          
 PYBIND11_MODULE(_C, m) {
   m.def("build_info", &flash_kda::build_info);
   m.def("fwd", &flash_kda::fwd);
+  m.def("fwd_general", &flash_kda::fwd_general);
 }

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "portable/portable.h"
+#include "recurrent/recurrent.h"
 #ifdef FLASH_KDA_HAS_SM90
 #include "sm90/sm90.h"
 #endif
@@ -51,7 +52,10 @@ cudaError_t find_device(Device& d, int device) {
 #ifdef FLASH_KDA_HAS_SM90
 constexpr bool kHasSm90 = true;
 
-bool can_sm90(FwdParams const& p) { return p.num_tokens > 0 && sm90::can_describe(p); }
+template <class Params>
+bool can_sm90(Params const& p) {
+  return p.num_tokens > 0 && sm90::can_describe(p);
+}
 
 // How many clusters of two CTAs run at once. Asked until it succeeds once.
 cudaError_t count_clusters(int& clusters, Launch const& launch) {
@@ -63,8 +67,9 @@ cudaError_t count_clusters(int& clusters, Launch const& launch) {
   return status;
 }
 
-cudaError_t launch_sm90(FwdParams const& p, Launch const& launch) {
-  sm90::TensorMaps maps;
+template <class Params>
+cudaError_t launch_sm90(Params const& p, Launch const& launch) {
+  sm90::TensorMaps maps{};
   cudaError_t status = sm90::make_tensor_maps(maps, p);
   if (status != cudaSuccess) return status;
   // Two CTAs a pair, where all of them run at once.
@@ -77,9 +82,42 @@ cudaError_t launch_sm90(FwdParams const& p, Launch const& launch) {
 #else
 constexpr bool kHasSm90 = false;
 
-bool can_sm90(FwdParams const&) { return false; }
-cudaError_t launch_sm90(FwdParams const&, Launch const&) { return cudaErrorNotSupported; }
+template <class Params>
+bool can_sm90(Params const&) {
+  return false;
+}
+template <class Params>
+cudaError_t launch_sm90(Params const&, Launch const&) {
+  return cudaErrorNotSupported;
+}
 #endif
+
+// Decoding: few tokens for each state, where moving the states takes all the time. Packed lengths are the device's to
+// know, so that their mean decides: a long sequence among many short ones would keep one CTA busy for long.
+bool is_decoding(FwdParams const&) { return false; }
+bool is_decoding(GeneralParams const& p) {
+  if (p.state_indices == nullptr) return false;
+  return p.cu_seqlens == nullptr ? p.num_tokens <= 16 : p.num_tokens <= 4 * p.num_sequences;
+}
+
+cudaError_t launch_recurrent(FwdParams const&, Launch const&) { return cudaErrorNotSupported; }
+cudaError_t launch_recurrent(GeneralParams const& p, Launch const& launch) { return recurrent::fwd(p, launch); }
+
+template <class Params>
+cudaError_t launch(Params const& p, Schedule schedule, int device, cudaStream_t stream) {
+  Device d;
+  cudaError_t const status = find_device(d, device);
+  if (status != cudaSuccess) return status;
+  bool const has_sm90 = kHasSm90 && d.capability == 90;
+  if (schedule == Schedule::kSm90 && !has_sm90) {
+    throw std::runtime_error(kHasSm90 ? "flash_kda: schedule sm90 needs a device of compute capability 9.0"
+                                      : "flash_kda: schedule sm90 needs a build with FLASH_KDA_CUDA_ARCHS naming 90a");
+  }
+  Launch const launch = {device, d.multiprocessors, stream};
+  if (schedule == Schedule::kAuto && is_decoding(p)) return launch_recurrent(p, launch);
+  if (schedule != Schedule::kPortable && has_sm90 && can_sm90(p)) return launch_sm90(p, launch);
+  return portable::fwd(p, launch);
+}
 
 }  // namespace
 
@@ -91,17 +129,11 @@ Schedule schedule_of_name(std::string const& name) {
 }
 
 cudaError_t launch_fwd(FwdParams const& p, Schedule schedule, int device, cudaStream_t stream) {
-  Device d;
-  cudaError_t const status = find_device(d, device);
-  if (status != cudaSuccess) return status;
-  bool const has_sm90 = kHasSm90 && d.capability == 90;
-  if (schedule == Schedule::kSm90 && !has_sm90) {
-    throw std::runtime_error(kHasSm90 ? "flash_kda: schedule sm90 needs a device of compute capability 9.0"
-                                      : "flash_kda: schedule sm90 needs a build with FLASH_KDA_CUDA_ARCHS naming 90a");
-  }
-  Launch const launch = {device, d.multiprocessors, stream};
-  if (schedule != Schedule::kPortable && has_sm90 && can_sm90(p)) return launch_sm90(p, launch);
-  return portable::fwd(p, launch);
+  return launch(p, schedule, device, stream);
+}
+
+cudaError_t launch_fwd(GeneralParams const& p, Schedule schedule, int device, cudaStream_t stream) {
+  return launch(p, schedule, device, stream);
 }
 
 }  // namespace flash_kda

@@ -28,6 +28,12 @@ __device__ __forceinline__ float rsqrt_approx(float x) {
   return y;
 }
 
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 1 / (1 + 2^z). Right in both limits: 2^z overflows to infinity (result 0) or vanishes (result 1).
 __device__ __forceinline__ float sigmoid_of_negated_log2(float z) { return rcp_approx(__fadd_rn(1.f, exp2_approx(z))); }
 
@@ -40,6 +46,13 @@ __device__ __forceinline__ uint32_t pack_bf16(float lo, float hi) {
 
 __device__ __forceinline__ float2 unpack_bf16(uint32_t x) {
   return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
+}
+
+// The same number, of which the compiler knows nothing: what is derived from it is made where it is needed, and not
+// kept in registers throughout the kernel, of which there are too few here.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
 }  // namespace flash_kda

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/gate.h"
+#include "common/sequence.h"
 #include "common/stage.h"
 
 namespace flash_kda {
@@ -28,6 +29,9 @@ __device__ __forceinline__ float4 times(float4 x, float4 y) {
 __device__ __forceinline__ float4 plus(float4 x, float s) {
   return {__fadd_rn(x.x, s), __fadd_rn(x.y, s), __fadd_rn(x.z, s), __fadd_rn(x.w, s)};
 }
+__device__ __forceinline__ float4 plus(float4 x, float4 y) {
+  return {__fadd_rn(x.x, y.x), __fadd_rn(x.y, y.y), __fadd_rn(x.z, y.z), __fadd_rn(x.w, y.w)};
+}
 __device__ __forceinline__ float4 minus(float4 x) { return {-x.x, -x.y, -x.z, -x.w}; }
 __device__ __forceinline__ float4 exp2_approx(float4 x) {
   return {exp2_approx(x.x), exp2_approx(x.y), exp2_approx(x.z), exp2_approx(x.w)};
@@ -44,13 +48,60 @@ __device__ __forceinline__ void store_diagonal(float* to, float const (&left)[4]
   to[g + 8] = f(g % 2 ? right[3] : right[2]);
 }
 
+// The gate of one head, as a lane needs it.
+struct LaneGate {
+  using Row = uint2;  // four channels' g of a token
+  // Rows past the chunk's end repeat its last one, and decay: G's total is summed apart.
+  static constexpr bool kPaddingDecays = true;
+
+  Gate gate;
+  float4 shifted_bias;
+
+  __device__ static LaneGate of(FwdParams const& p, Sequence const&, int head, int lane) {
+    Gate const gate = Gate::of_head(p.A_log[head], p.lower_bound);
+    float const* const bias = p.dt_bias + int64_t(head) * kHeadDim + kLaneChannels * lane;
+    return {gate, times({bias[0], bias[1], bias[2], bias[3]}, gate.slope)};
+  }
+
+  // From its place in the stage.
+  __device__ Row load(FwdParams const&, uint2 const* g, int, bool) const { return *g; }
+
+  // The running log2 decay, one token further.
+  __device__ float4 accumulated(float4 sum, float4 raw) const {
+    return {gate.accumulate(raw.x, shifted_bias.x, sum.x), gate.accumulate(raw.y, shifted_bias.y, sum.y),
+            gate.accumulate(raw.z, shifted_bias.z, sum.z), gate.accumulate(raw.w, shifted_bias.w, sum.w)};
+  }
+  __device__ void accumulate(FwdParams const&, float4& sum, Row row, bool) const { sum = accumulated(sum, widen(row)); }
+
+  __device__ void prefetch(FwdParams const&, int, int) const {}
+};
+
+// The logits of beta of one head. A lane brings one: lane i < 16 that of row i. Rows past the end have none.
+struct Beta {
+  using Logit = bf16;
+
+  bf16 const* logits;
+  int64_t pitch;
+
+  __device__ static Beta of(FwdParams const& p, Sequence const& s, int head) {
+    return {first_row<bf16 const>(p.beta, s, head), p.beta.token_stride};
+  }
+  __device__ Logit load(FwdParams const&, int64_t token, int valid, int lane) const {
+    return lane < valid ? logits[(token + lane) * pitch] : bf16(0.f);
+  }
+  __device__ float activated(FwdParams const&, Logit logit) const { return beta_of_logit(float(logit)); }
+};
+
+// 1 / |x| of a square sum.
+__device__ __forceinline__ float inverse_norm(float square_sum) { return rsqrt_approx(__fadd_rn(square_sum, 1e-6f)); }
+
 // G of the chunk's first rows, which are raw still: of a chunk that ends before its last row.
-__device__ __forceinline__ float4 sum_gates(Stage& stage, Gate const& gate, float4 shifted_bias, int rows,
-                                            int channel) {
+template <class Params, class LaneGate>
+__device__ __forceinline__ float4 sum_gates(Params const& p, Stage& stage, LaneGate& gate, int rows, int channel) {
   float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
   for (int row = 0; row < rows; ++row) {
-    gate.accumulate(sum, widen(*reinterpret_cast<uint2 const*>(stage.rows.at(kGateRow + row, channel))), shifted_bias);
+    gate.accumulate(p, sum, *reinterpret_cast<uint2 const*>(stage.rows.at(kGateRow + row, channel)), true);
   }
   return sum;
 }
@@ -68,13 +119,14 @@ __device__ __forceinline__ void query_norms(Stage& stage, Scratch& scratch, floa
     mma(sums[1], q, q[1], q[3]);
   }
   store_diagonal(scratch.query_norm, sums[0], sums[1], lane,
-                 [&](float sum) { return __fmul_rn(rsqrt_approx(__fadd_rn(sum, 1e-6f)), scale); });
+                 [&](float sum) { return __fmul_rn(inverse_norm(sum), scale); });
 }
 
-// Turns raw rows into K+, Q+ and K- in place, each lane its own channels. Rows past the end are zero in k and q; in g
-// they hold anything that is as finite as the others.
-__device__ __forceinline__ void factors(Stage& stage, Scratch const& scratch, Gate const& gate, float4 shifted_bias,
-                                        int valid, int lane) {
+// Turns raw rows into K+, Q+ and K- in place, each lane its own channels. `token` is the chunk's first. Rows past the
+// end are zero in k and q, and in g as finite as the others.
+template <class Params, class LaneGate>
+__device__ __forceinline__ void factors(Params const& p, Stage& stage, Scratch const& scratch, LaneGate& gate,
+                                        int token, int valid, int lane) {
   // Rows go in groups: all of a group is loaded before any of it is stored, since the compiler has to keep that order,
   // and their sigmoids do not wait for each other. Half the swizzle's period of eight rows.
   constexpr int kRows = 4;
@@ -87,23 +139,27 @@ __device__ __forceinline__ void factors(Stage& stage, Scratch const& scratch, Ga
 #pragma unroll
   for (int r = 0; r < kRows; ++r) offset[r] = tile_offset<kTileRows>(r, channel) * int(sizeof(bf16));
 
-  float4 total;  // G after the last row that is valid
-  if (valid < kChunk) total = sum_gates(stage, gate, shifted_bias, valid, channel);
+  float4 total = {0.f, 0.f, 0.f, 0.f};  // G after the last row that is valid
+  if constexpr (LaneGate::kPaddingDecays) {
+    if (valid < kChunk) total = sum_gates(p, stage, gate, valid, channel);
+  }
 
   float4 sum = {0.f, 0.f, 0.f, 0.f};  // G
 #pragma unroll 1
-  for (int first = 0; first < valid; first += kRows) {
-    uint2 k_row[kRows], q_row[kRows], g_row[kRows];
+  for (int first = 0; first < kChunk; first += kRows) {
+    uint2 k_row[kRows], q_row[kRows];
+    typename LaneGate::Row g_row[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      k_row[r] = *row_at(offset[r], 0), q_row[r] = *row_at(offset[r], kToQuery), g_row[r] = *row_at(offset[r], kToGate);
+      k_row[r] = *row_at(offset[r], 0), q_row[r] = *row_at(offset[r], kToQuery);
+      g_row[r] = gate.load(p, row_at(offset[r], kToGate), token + first + r, first + r < valid);
     }
     float4 const norm4 = *reinterpret_cast<float4 const*>(&scratch.query_norm[first]);
     float const norm[kRows] = {norm4.x, norm4.y, norm4.z, norm4.w};
     float4 exponent[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      gate.accumulate(sum, widen(g_row[r]), shifted_bias);
+      gate.accumulate(p, sum, g_row[r], first + r < valid);
       // The sum itself stays unshifted: added to 57, slow decays would lose their last bits.
       exponent[r] = plus(sum, kShift);
     }
@@ -118,13 +174,14 @@ __device__ __forceinline__ void factors(Stage& stage, Scratch const& scratch, Ga
       offset[r] = (offset[r] ^ kRows * 16) + kRows * kPanel * int(sizeof(bf16));
     }
   }
-  float4 const decay = exp2_approx(valid < kChunk ? total : sum);
+  float4 const decay = exp2_approx(LaneGate::kPaddingDecays && valid < kChunk ? total : sum);
   *reinterpret_cast<float2*>(stage.decay.pair(lane / 2, lane % 2 * 2)) = {decay.x, decay.y};
   *reinterpret_cast<float2*>(stage.decay.pair(lane / 2, lane % 2 * 2 + 1)) = {decay.z, decay.w};
 }
 
 // L, M, and n from the diagonal of K+ K-^T.
-__device__ __forceinline__ void gram(Stage& stage, Scratch const& scratch, KeyNorms& key_norms, int lane) {
+__device__ __forceinline__ void gram(Stage& stage, Scratch const& scratch, KeyNorms& key_norms, bool normalise,
+                                     int lane) {
   float l[2][4] = {}, m[2][4] = {};
   int const offset = tile_offset<kTileRows>(BlockPlace::of_a(lane));
   int const column_offset = tile_offset<kTileRows>(BlockPlace::of_b(lane)) + kToGate;
@@ -139,7 +196,7 @@ __device__ __forceinline__ void gram(Stage& stage, Scratch const& scratch, KeyNo
     mma(m[0], q, columns[0], columns[1]);
     mma(m[1], q, columns[2], columns[3]);
   }
-  store_diagonal(key_norms.data, l[0], l[1], lane, [](float sum) { return rsqrt_approx(__fadd_rn(sum, 1e-6f)); });
+  store_diagonal(key_norms.data, l[0], l[1], lane, [&](float sum) { return normalise ? inverse_norm(sum) : 1.f; });
   __syncwarp();
   float2 column_norm[2];
 #pragma unroll
@@ -209,40 +266,38 @@ __device__ __forceinline__ void invert(Stage& stage, Scratch const& scratch, Key
   }
 }
 
-// The gate of one head, as a lane needs it.
-struct LaneGate {
-  Gate gate;
-  float4 shifted_bias;
+// The first half of the work. k, q and g have arrived in the stage. `token` says where in its sequence the chunk
+// starts.
+__device__ __forceinline__ void make_factors(FwdParams const& p, Stage& stage, Scratch& scratch, LaneGate const& gate,
+                                             Beta const& beta, bf16 logit, int, int token, int valid, int lane) {
+  query_norms(stage, scratch, p.scale, lane);
+  // Padded rows have a beta of zero, so that their U is zero. The logit is first used here: it came from device memory.
+  if (lane < kChunk) scratch.beta[lane] = lane < valid ? beta.activated(p, logit) : 0.f;
+  __syncwarp();
+  factors(p, stage, scratch, gate, token, valid, lane);
+  __syncwarp();
+}
 
-  __device__ static LaneGate of_head(FwdParams const& p, int head, int lane) {
-    Gate const gate = Gate::of_head(p.A_log[head], p.lower_bound);
-    float const* const bias = p.dt_bias + int64_t(head) * kHeadDim + kLaneChannels * lane;
-    return {gate, times({bias[0], bias[1], bias[2], bias[3]}, gate.slope)};
-  }
+// Where a chunk came from, for the second half.
+struct ChunkOrigin {
+  int sequence_index;
+  int head, token, valid;
 };
 
-// The logit of beta that a lane brings: lane i < 16 that of row i. Rows past the end have none.
-__device__ __forceinline__ bf16 load_logit(bf16 const* logits, int64_t pitch, int64_t token, int valid, int lane) {
-  return lane < valid ? logits[(token + lane) * pitch] : bf16(0.f);
-}
-
-// The first half of the work. k, q and g have arrived in the stage; V is not touched.
-__device__ __forceinline__ void make_factors(Stage& stage, Scratch& scratch, LaneGate const& gate, float scale,
-                                             bf16 logit, int valid, int lane) {
-  query_norms(stage, scratch, scale, lane);
-  // Padded rows have a beta of zero, so that their U is zero. The logit is first used here: it came from device memory.
-  if (lane < kChunk) scratch.beta[lane] = lane < valid ? beta_of_logit(float(logit)) : 0.f;
-  __syncwarp();
-  factors(stage, scratch, gate.gate, gate.shifted_bias, valid, lane);
-  __syncwarp();
-}
-
 // The second half. On return everything is written and the scratch may be reused.
-__device__ __forceinline__ void make_matrices(Stage& stage, Scratch const& scratch, KeyNorms& key_norms, int lane) {
-  gram(stage, scratch, key_norms, lane);
+__device__ __forceinline__ void make_matrices(FwdParams const&, Stage& stage, Scratch const& scratch,
+                                              KeyNorms& key_norms, ChunkOrigin const&, int lane) {
+  gram(stage, scratch, key_norms, true, lane);
   __syncwarp();
   invert(stage, scratch, key_norms, lane);
   __syncwarp();
 }
+
+// What goes with the kernel's parameters: the plain forms above, or the general ones (common/general.h).
+template <class Params>
+struct Forms {
+  using Gate = LaneGate;
+  using Beta = flash_kda::Beta;
+};
 
 }  // namespace flash_kda

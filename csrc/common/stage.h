@@ -83,10 +83,12 @@ struct alignas(1024) Tile {
 };
 
 // 2^{G_C} of a chunk, in the order of accumulators: lane t = lane % 4 needs channels 8 j + 2 t and 8 j + 2 t + 1 of
-// every tile j, and finds those of tiles j and j + 1 (j even) in 16 bytes, next to the other lanes' 16.
+// every tile j, and finds those of tiles j and j + 1 (j even) in 16 bytes, next to the other lanes' 16. Where all are
+// negative (-0 too), the state decays by their magnitudes before the chunk's update instead of after it.
 struct alignas(16) Decay {
   float data[kHeadDim];
   __device__ float* pair(int j, int t) { return &data[j / 2 * 16 + t * 4 + j % 2 * 2]; }
+  __device__ bool comes_first() const { return signbit(data[0]); }
 };
 
 struct Square {
@@ -143,6 +145,7 @@ struct alignas(16) KeyNorms {
 struct Scratch {
   alignas(16) float query_norm[kChunk];  // scale / |q_i|
   alignas(16) float beta[kChunk];
+  int rows_in_range;  // common/general.h
 };
 
 }  // namespace flash_kda

@@ -3,8 +3,7 @@
 
 #include <cutlass/numeric_types.h>
 
-#include "common/mma.h"
-#include "params.h"
+#include "common/stage.h"
 
 namespace flash_kda {
 
@@ -47,10 +46,35 @@ __device__ __forceinline__ void store_state(StateRows const& state, Element* sta
   }
 }
 
+// The row of the states that sequence n reads and writes; -1 where it has none. The host never reads the indices, so
+// nothing has vetted them: one outside the pools counts as -1.
+__device__ __forceinline__ int64_t state_row(FwdParams const&, int64_t n) { return n; }
+__device__ __forceinline__ int64_t state_row(GeneralParams const& p, int64_t n) {
+  if (p.state_indices == nullptr) return n;
+  int64_t const row = p.state_indices_are_int32 ? static_cast<int32_t const*>(p.state_indices)[n]
+                                                : static_cast<int64_t const*>(p.state_indices)[n];
+  return row >= 0 && row < p.state_rows ? row : -1;
+}
+
+// Elements of a row of the states, where rows lie close together.
+__device__ __forceinline__ int64_t row_size(FwdParams const& p) { return p.num_heads * int64_t(kHeadDim * kHeadDim); }
+__device__ __forceinline__ int64_t initial_pitch(FwdParams const& p) { return row_size(p); }
+__device__ __forceinline__ int64_t final_pitch(FwdParams const& p) { return row_size(p); }
+__device__ __forceinline__ int64_t initial_pitch(GeneralParams const& p) { return p.initial_pitch; }
+__device__ __forceinline__ int64_t final_pitch(GeneralParams const& p) { return p.final_pitch; }
+
+// Sixteen rows of a head's state from value row `value` on, in elements from the first of a pool's row.
+__device__ __forceinline__ int64_t offset_in_row(int head, int value) {
+  return (int64_t(head) * kHeadDim + value) * kHeadDim;
+}
+
 // Zero where there is no initial state.
-__device__ __forceinline__ void load_initial_state(StateRows& state, FwdParams const& p, int64_t first, float factor,
-                                                   int lane) {
-  if (p.initial_state == nullptr) {
+template <class Params>
+__device__ __forceinline__ void load_initial_state(StateRows& state, Params const& p, int64_t sequence_index, int head,
+                                                   int value, float factor, int lane) {
+  int64_t const row = state_row(p, sequence_index);
+  int64_t const first = row * initial_pitch(p) + offset_in_row(head, value);
+  if (p.initial_state == nullptr || row < 0) {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) state[i / 4][i % 4] = 0.f;
   } else if (p.state_is_fp32) {
@@ -61,13 +85,43 @@ __device__ __forceinline__ void load_initial_state(StateRows& state, FwdParams c
 }
 
 // Nothing where no final state is wanted.
-__device__ __forceinline__ void store_final_state(StateRows const& state, FwdParams const& p, int64_t first,
-                                                  float factor, int lane) {
+template <class Params>
+__device__ __forceinline__ void store_final_state(StateRows const& state, Params const& p, int64_t sequence_index,
+                                                  int head, int value, float factor, int lane) {
   if (p.final_state == nullptr) return;
+  int64_t const row = state_row(p, sequence_index);
+  if (row < 0) return;
+  int64_t const first = row * final_pitch(p) + offset_in_row(head, value);
   if (p.state_is_fp32) {
     store_state(state, static_cast<float*>(p.final_state), first, factor, lane);
   } else {
     store_state(state, static_cast<cutlass::bfloat16_t*>(p.final_state), first, factor, lane);
+  }
+}
+
+// The row among the checkpoints for the state after `tokens` of a sequence's `length` tokens; -1: none is due.
+__device__ __forceinline__ int64_t checkpoint_row(GeneralParams const& p, int64_t sequence_index, int tokens,
+                                                  int length) {
+  Checkpoints const& c = p.checkpoints;
+  if (c.data == nullptr || tokens % 64 != 0 || tokens % c.interval != 0) return -1;
+  if (c.at_start ? tokens >= length : tokens == 0 || tokens > length) return -1;
+  // Read by nobody but the device: rows outside the sequence's own, or outside the tensor, are left out.
+  int64_t const row = c.offsets[sequence_index] + tokens / c.interval - (c.at_start ? 0 : 1);
+  return row >= 0 && row < min(c.offsets[sequence_index + 1], c.rows) ? row : -1;
+}
+
+// Stores the state that a sequence has after `tokens` of its `length` tokens, where a checkpoint is due.
+__device__ __forceinline__ void store_checkpoint(FwdParams const&, StateRows const&, int64_t, int, int, int, int, int) {
+}
+__device__ __forceinline__ void store_checkpoint(GeneralParams const& p, StateRows const& state, int64_t sequence_index,
+                                                 int head, int value, int tokens, int length, int lane) {
+  int64_t const row = checkpoint_row(p, sequence_index, tokens, length);
+  if (row < 0) return;
+  int64_t const first = row * row_size(p) + offset_in_row(head, value);
+  if (p.checkpoints.is_fp32) {
+    store_state(state, static_cast<float*>(p.checkpoints.data), first, kShiftUp, lane);
+  } else {
+    store_state(state, static_cast<cutlass::bfloat16_t*>(p.checkpoints.data), first, kShiftUp, lane);
   }
 }
 

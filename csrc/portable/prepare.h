@@ -3,7 +3,7 @@
 
 #include <cute/arch/copy_sm80.hpp>
 
-#include "common/prepare.h"
+#include "common/general.h"
 #include "common/sequence.h"
 #include "portable/config.h"
 
@@ -41,39 +41,42 @@ __device__ __forceinline__ void prefetch_rows(Rows const& rows, int64_t token, i
   if (t < length) asm volatile("prefetch.global.L2 [%0];" ::"l"(rows.first + t * rows.pitch + kPanel * (lane % 2)));
 }
 
-__device__ __forceinline__ void prepare(FwdParams const& p, SharedStorage& shared, Sequence const& sequence, int head,
-                                        int warp, int lane) {
+template <class Params>
+__device__ __forceinline__ void prepare(Params const& p, SharedStorage& shared, Sequence const& sequence,
+                                        int sequence_index, int head, int warp, int lane) {
   Stage& stage = shared.stage[warp];
   Scratch& scratch = shared.scratch[warp];
 
-  LaneGate const gate = LaneGate::of_head(p, head, lane);
-  Rows const q = Rows::of(p.q, sequence, head), k = Rows::of(p.k, sequence, head);
+  auto const gate = Forms<Params>::Gate::of(p, sequence, head, lane);
+  auto const beta = Forms<Params>::Beta::of(p, sequence, head);
+  int const query_head = key_head(p, head);
+  Rows const q = Rows::of(p.q, sequence, query_head), k = Rows::of(p.k, sequence, query_head);
   Rows const v = Rows::of(p.v, sequence, head), g = Rows::of(p.g, sequence, head);
-  bf16 const* const logits = first_row<bf16 const>(p.beta, sequence, head);
 
   constexpr int kStride = kPrepareWarps * kChunk;
   uint32_t use = 0;
   for (int64_t token = warp * kChunk; token < sequence.length; token += kStride, ++use) {
     int const valid = int(min(sequence.length - token, int64_t(kChunk)));
-    bf16 const logit = load_logit(logits, p.beta.token_stride, token, valid, lane);
+    auto const logit = beta.load(p, token, valid, lane);
 
     if (use > 0) shared.empty[warp].wait((use - 1) % 2);
     copy_rows<PastTheEnd::kZero>(stage.rows, kKeyRow, k, token, valid, lane);
     copy_rows<PastTheEnd::kZero>(stage.rows, kQueryRow, q, token, valid, lane);
-    copy_rows<PastTheEnd::kRepeat>(stage.rows, kGateRow, g, token, valid, lane);
+    if (g_is_staged(p)) copy_rows<PastTheEnd::kRepeat>(stage.rows, kGateRow, g, token, valid, lane);
     cute::cp_async_fence();
     copy_rows<PastTheEnd::kZero>(shared.v[warp], 0, v, token, valid, lane);
     cute::cp_async_fence();
     // The stage is free only when its last chunk has been used up: the wait for it must not start from DRAM.
     prefetch_rows(k, token + kStride, sequence.length, lane);
     prefetch_rows(q, token + kStride, sequence.length, lane);
-    prefetch_rows(g, token + kStride, sequence.length, lane);
+    if (g_is_staged(p)) prefetch_rows(g, token + kStride, sequence.length, lane);
+    gate.prefetch(p, int(token) + kStride, int(sequence.length));
     prefetch_rows(v, token + kStride, sequence.length, lane);
 
     cute::cp_async_wait<1>();  // k, q and g are there; V may still be on its way
     __syncwarp();
-    make_factors(stage, scratch, gate, p.scale, logit, valid, lane);
-    make_matrices(stage, scratch, shared.key_norms[warp], lane);
+    make_factors(p, stage, scratch, gate, beta, logit, head, int(token), valid, lane);
+    make_matrices(p, stage, scratch, shared.key_norms[warp], {sequence_index, head, int(token), valid}, lane);
     cute::cp_async_wait<0>();
     shared.full[warp].arrive();
   }

@@ -11,6 +11,7 @@ namespace flash_kda::portable {
 
 // Everything is transposed, value rows by tokens, so that the state is always the A operand or the accumulator:
 //   X^T = V^T - S' K+^T diag(n),  U^T = X^T A^T,  O^T = S' Q+^T + U^T M^T,  S' <- (S' + U^T K-) diag(decay)
+template <class Params>
 __device__ __forceinline__ void step(StateRows (&state)[kRowTiles], Stage& stage, KeyNorms const& key_norms,
                                      Tile<kChunk>& values, int first_value, int lane) {
   BlockPlace const place = BlockPlace::of_b(lane);
@@ -67,6 +68,7 @@ __device__ __forceinline__ void step(StateRows (&state)[kRowTiles], Stage& stage
     pack_operand(u_operand[t], u[0], u[1]);
   }
 
+  bool const decay_first = kIsGeneral<Params> && stage.decay.comes_first();
 #pragma unroll
   for (int j = 0; j < kHeadDim / 8; j += 2) {
     uint32_t k[4];
@@ -78,9 +80,15 @@ __device__ __forceinline__ void step(StateRows (&state)[kRowTiles], Stage& stage
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t) {
         float (&tile)[4] = state[t][j + half];
+        if (decay_first) {
+          tile[0] = __fmul_rn(tile[0], -d.x), tile[1] = __fmul_rn(tile[1], -d.y);
+          tile[2] = __fmul_rn(tile[2], -d.x), tile[3] = __fmul_rn(tile[3], -d.y);
+        }
         mma(tile, u_operand[t], k[2 * half], k[2 * half + 1]);
-        tile[0] = __fmul_rn(tile[0], d.x), tile[1] = __fmul_rn(tile[1], d.y);
-        tile[2] = __fmul_rn(tile[2], d.x), tile[3] = __fmul_rn(tile[3], d.y);
+        if (!decay_first) {
+          tile[0] = __fmul_rn(tile[0], d.x), tile[1] = __fmul_rn(tile[1], d.y);
+          tile[2] = __fmul_rn(tile[2], d.x), tile[3] = __fmul_rn(tile[3], d.y);
+        }
       }
     }
   }
@@ -97,19 +105,26 @@ __device__ __forceinline__ void step(StateRows (&state)[kRowTiles], Stage& stage
   }
 }
 
-__device__ __forceinline__ void recur(FwdParams const& p, SharedStorage& shared, Sequence const& sequence,
-                                      int64_t sequence_index, int head, int warp, int lane) {
+template <class Params>
+__device__ __forceinline__ void recur(Params const& p, SharedStorage& shared, Sequence const& sequence,
+                                      int sequence_index, int head, int warp, int lane) {
   int const first_value = kWarpRows * warp;
-  int64_t const state_offset =
-      ((sequence_index * p.num_heads + head) * kHeadDim + first_value) * static_cast<int64_t>(kHeadDim);
 
   // An empty sequence hands its state on as it came, to the last bit.
   bool const is_empty = sequence.length == 0;
   StateRows state[kRowTiles];
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
-    load_initial_state(state[t], p, state_offset + 16 * t * kHeadDim, is_empty ? 1.f : kShiftDown, lane);
+    load_initial_state(state[t], p, sequence_index, head, first_value + 16 * t, is_empty ? 1.f : kShiftDown, lane);
   }
+  auto const checkpoint = [&](int64_t tokens) {
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+      store_checkpoint(p, state[t], sequence_index, head, first_value + 16 * t, int(tokens), int(sequence.length),
+                       lane);
+    }
+  };
+  checkpoint(0);
 
   // Four lanes store a token's 32 values, 16 bytes each: eight tokens at a time.
   int const row = lane / 4, column = first_value + 8 * (lane % 4);
@@ -120,7 +135,7 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage& shared,
     uint32_t const s = chunk % kStages;
     Stage& stage = shared.stage[s];
     shared.full[s].wait(chunk / kStages % 2);
-    step(state, stage, shared.key_norms[s], shared.v[s], first_value, lane);
+    step<Params>(state, stage, shared.key_norms[s], shared.v[s], first_value, lane);
     __syncwarp();
 #pragma unroll
     for (int i = row; i < kChunk; i += kWarp / 4) {
@@ -130,11 +145,12 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage& shared,
       }
     }
     shared.empty[s].arrive();
+    if (token + kChunk <= sequence.length) checkpoint(token + kChunk);
   }
 
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
-    store_final_state(state[t], p, state_offset + 16 * t * kHeadDim, is_empty ? 1.f : kShiftUp, lane);
+    store_final_state(state[t], p, sequence_index, head, first_value + 16 * t, is_empty ? 1.f : kShiftUp, lane);
   }
 }
 

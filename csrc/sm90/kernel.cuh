@@ -12,13 +12,14 @@ namespace flash_kda::sm90 {
 
 // Roles run through the CTA's work items at their own pace: only the ring's barriers hold them together, so that the
 // next item is being loaded and prepared while this one's last chunks are worked off.
-template <class Config>
-__device__ __forceinline__ void run_whole(FwdParams const& p, TensorMaps const& maps, SharedStorage<Config>& shared,
+template <class Config, class Params>
+__device__ __forceinline__ void run_whole(Params const& p, TensorMaps const& maps, SharedStorage<Config>& shared,
                                           int warp, int lane) {
+  static_assert(Config::template kRegistersSuffice<Params>, "setmaxnreg would wait for ever");
   make_plan<Config>(p, shared.plan);  // ends with a block barrier
-  Schedule const schedule{p, shared.plan};
+  Schedule<Params> const schedule{p, shared.plan};
   if (warp < Config::kRecurrenceWarps) {
-    cutlass::arch::warpgroup_reg_alloc<Config::kRecurrenceRegisters>();
+    cutlass::arch::warpgroup_reg_alloc<Config::template kRecurrenceRegisters<Params>>();
     WorkItem item;
     RingPlace<Config> place(0);
     for (int round = 0; schedule.find(item, round); ++round) {
@@ -28,16 +29,16 @@ __device__ __forceinline__ void run_whole(FwdParams const& p, TensorMaps const& 
       });
     }
   } else {
-    cutlass::arch::warpgroup_reg_dealloc<Config::kPrepareRegisters>();
+    cutlass::arch::warpgroup_reg_dealloc<Config::template kPrepareRegisters<Params>>();
     warp -= Config::kRecurrenceWarps;
-    prepare(p, maps, shared, ListJobs<Config>(schedule, warp), warp, lane,
+    prepare(p, maps, shared, ListJobs<Config, Params>(schedule, warp), warp, lane,
             [&](int stage) { shared.full[stage].arrive(); });
   }
 }
 
 // One pair a cluster of two. Registers are plenty for either role.
-template <class Config>
-__device__ __forceinline__ void run_split(FwdParams const& p, TensorMaps const& maps, SharedStorage<Config>& shared,
+template <class Config, class Params>
+__device__ __forceinline__ void run_split(Params const& p, TensorMaps const& maps, SharedStorage<Config>& shared,
                                           int warp, int lane) {
   int const rank = cute::block_rank_in_cluster(), pair = blockIdx.x / Config::kClusterSize;
   WorkItem const item = WorkItem::of(p, pair / p.num_heads, pair % p.num_heads, rank * Config::kValueRows);
@@ -56,9 +57,9 @@ __device__ __forceinline__ void run_split(FwdParams const& p, TensorMaps const& 
   }
 }
 
-template <class Config>
+template <class Config, class Params>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    fwd_kernel(__grid_constant__ FwdParams const p, __grid_constant__ TensorMaps const maps) {
+    fwd_kernel(__grid_constant__ Params const p, __grid_constant__ TensorMaps const maps) {
   extern __shared__ __align__(1024) char memory[];
   SharedStorage<Config>& shared = *reinterpret_cast<SharedStorage<Config>*>(memory);
   // Uniform in a warp, and known to be: roles branch on it.
@@ -82,11 +83,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
-// Instantiated in a translation unit for each configuration, so that they build in parallel.
-template <class Config>
-cudaError_t launch_fwd(FwdParams const& p, TensorMaps const& maps, Launch const& launch) {
+// Instantiated in a translation unit for each configuration and form of parameters, so that they build in parallel.
+template <class Config, class Params>
+cudaError_t launch_fwd(Params const& p, TensorMaps const& maps, Launch const& launch) {
   int const bytes = sizeof(SharedStorage<Config>);
-  cudaError_t const status = allow_shared_memory<fwd_kernel<Config>>(bytes, launch.device);
+  cudaError_t const status = allow_shared_memory<fwd_kernel<Config, Params>>(bytes, launch.device);
   if (status != cudaSuccess) return status;
   int64_t const pairs = p.num_sequences * p.num_heads;
   cudaLaunchAttribute cluster{};
@@ -100,14 +101,14 @@ cudaError_t launch_fwd(FwdParams const& p, TensorMaps const& maps, Launch const&
   config.stream = launch.stream;
   config.attrs = &cluster;
   config.numAttrs = Config::kClusterSize == 1 ? 0 : 1;
-  return cudaLaunchKernelEx(&config, fwd_kernel<Config>, p, maps);
+  return cudaLaunchKernelEx(&config, fwd_kernel<Config, Params>, p, maps);
 }
 
 // How many clusters run at once.
 template <class Config>
 cudaError_t count_clusters(int& clusters, Launch const& launch) {
   int const bytes = sizeof(SharedStorage<Config>);
-  cudaError_t const status = allow_shared_memory<fwd_kernel<Config>>(bytes, launch.device);
+  cudaError_t const status = allow_shared_memory<fwd_kernel<Config, FwdParams>>(bytes, launch.device);
   if (status != cudaSuccess) return status;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -118,7 +119,7 @@ cudaError_t count_clusters(int& clusters, Launch const& launch) {
   config.dynamicSmemBytes = bytes;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  return cudaOccupancyMaxActiveClusters(&clusters, fwd_kernel<Config>, &config);
+  return cudaOccupancyMaxActiveClusters(&clusters, fwd_kernel<Config, FwdParams>, &config);
 }
 
 }  // namespace flash_kda::sm90

@@ -3,6 +3,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "common/state_io.h"
 #include "sm90/cluster.h"
 #include "sm90/schedule.h"
 #include "sm90/tensor_maps.h"
@@ -20,7 +21,7 @@ __device__ __forceinline__ void copy_panel(CUtensorMap const& map, Barrier& barr
 template <class Config>
 __device__ __forceinline__ void load_values(TensorMaps const& maps, SharedStorage<Config>& shared, Barrier& barrier,
                                             WorkItem const& item, int token, int stage) {
-  int const batch = int(item.sequence.batch), first = int(item.sequence.begin) + token;
+  int const batch = item.sequence.batch, first = item.sequence.begin + token;
 #pragma unroll
   for (int c = 0; c < Config::kValueRows; c += kPanel) {
     copy_panel(maps.v, barrier, shared.v[stage].at(0, c), item.first_value + c, item.head, first, batch);
@@ -29,21 +30,23 @@ __device__ __forceinline__ void load_values(TensorMaps const& maps, SharedStorag
 
 // Fills a stage, which has to be empty, with the chunk at `token` of an item. By a whole warp, so that everything is
 // uniform; one lane acts.
-template <class Config>
-__device__ __forceinline__ void load(TensorMaps const& maps, SharedStorage<Config>& shared, WorkItem const& item,
-                                     int token, int stage_index) {
+template <class Config, class Params>
+__device__ __forceinline__ void load(Params const& p, TensorMaps const& maps, SharedStorage<Config>& shared,
+                                     WorkItem const& item, int token, int stage_index) {
   if (!cute::elect_one_sync()) return;
-  int const batch = int(item.sequence.batch), first = int(item.sequence.begin) + token;
+  int const batch = item.sequence.batch, first = item.sequence.begin + token;
   Stage& stage = shared.stage[stage_index];
   Barrier& loaded = shared.loaded[stage_index];
-  loaded.arrive_and_expect_bytes(Config::kRowsBytes + Config::kValueBytes);
+  int const query_head = key_head(p, item.head);
+  loaded.arrive_and_expect_bytes(Config::kRowsBytes - (g_is_staged(p) ? 0 : Config::kRowsBytes / 3) +
+                                 Config::kValueBytes);
   // A box that reaches past the sequence brings rows of the next one, or zeros past the tensor: prepare clears those of
   // k, q and g, and the recurrence leaves out those of V.
 #pragma unroll
   for (int c = 0; c < kHeadDim; c += kPanel) {
-    copy_panel(maps.k, loaded, stage.rows.at(kKeyRow, c), c, item.head, first, batch);
-    copy_panel(maps.q, loaded, stage.rows.at(kQueryRow, c), c, item.head, first, batch);
-    copy_panel(maps.g, loaded, stage.rows.at(kGateRow, c), c, item.head, first, batch);
+    copy_panel(maps.k, loaded, stage.rows.at(kKeyRow, c), c, query_head, first, batch);
+    copy_panel(maps.q, loaded, stage.rows.at(kQueryRow, c), c, query_head, first, batch);
+    if (g_is_staged(p)) copy_panel(maps.g, loaded, stage.rows.at(kGateRow, c), c, item.head, first, batch);
   }
   load_values(maps, shared, loaded, item, token, stage_index);
 }
@@ -62,12 +65,14 @@ __device__ __forceinline__ void load_values_only(TensorMaps const& maps, SharedS
 }
 
 // Brings an item's initial state into L2, before the recurrence asks for it. By a whole warp.
-template <class Config>
-__device__ __forceinline__ void prefetch_state(FwdParams const& p, WorkItem const& item, int lane) {
+template <class Config, class Params>
+__device__ __forceinline__ void prefetch_state(Params const& p, WorkItem const& item, int lane) {
   if (p.initial_state == nullptr) return;
   int const element_bytes = p.state_is_fp32 ? 4 : 2;
-  int64_t const row = (item.sequence_index * p.num_heads + item.head) * kHeadDim + item.first_value;
-  char const* const first = static_cast<char const*>(p.initial_state) + row * kHeadDim * element_bytes;
+  int64_t const row = state_row(p, item.sequence_index);
+  if (row < 0) return;
+  char const* const first = static_cast<char const*>(p.initial_state) +
+                            (row * initial_pitch(p) + offset_in_row(item.head, item.first_value)) * element_bytes;
   constexpr int kLine = 128;
   int const bytes = Config::kValueRows * kHeadDim * element_bytes;
 #pragma unroll 1

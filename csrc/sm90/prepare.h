@@ -3,7 +3,7 @@
 
 #include <cutlass/arch/barrier.h>
 
-#include "common/prepare.h"
+#include "common/general.h"
 #include "sm90/load.h"
 
 namespace flash_kda::sm90 {
@@ -26,13 +26,13 @@ __device__ __forceinline__ void clear_rows(Stage& stage, int valid, int lane) {
 // While a warp works on a chunk it has its next one loaded: from half-way on if the stage for it is free by then, else
 // when it is through with this one. hand_over(stage) is called when a stage's factors are there, and visible to the
 // async proxy.
-template <class Config, class Jobs, class HandOver>
-__device__ __forceinline__ void prepare(FwdParams const& p, TensorMaps const& maps, SharedStorage<Config>& shared,
+template <class Config, class Params, class Jobs, class HandOver>
+__device__ __forceinline__ void prepare(Params const& p, TensorMaps const& maps, SharedStorage<Config>& shared,
                                         Jobs jobs, int warp, int lane, HandOver const& hand_over) {
   Scratch& scratch = shared.scratch[warp];
-  LaneGate gate;
-  bf16 const* logits;
-  bf16 logit;
+  typename Forms<Params>::Gate gate;
+  typename Forms<Params>::Beta beta;
+  typename Forms<Params>::Beta::Logit logit;
   int gate_number = -1;
   auto const is_free = [&](RingPlace<Config> const& place) {
     return place.use == 0 || shared.empty[place.stage].is_complete((place.use - 1) % 2);
@@ -43,6 +43,7 @@ __device__ __forceinline__ void prepare(FwdParams const& p, TensorMaps const& ma
   auto const can_start = [&] {
     return (!jobs.has_chunk() || is_free(jobs.place)) && (!jobs.has_other() || is_free(jobs.other_place()));
   };
+  auto const valid_rows = [&] { return min(jobs.item.length() - jobs.token, kChunk); };
   auto const start = [&] {
     if (jobs.has_other()) {
       RingPlace<Config> const other = jobs.other_place();
@@ -51,15 +52,16 @@ __device__ __forceinline__ void prepare(FwdParams const& p, TensorMaps const& ma
     }
     if (jobs.has_chunk()) {
       wait_until_free(jobs.place);
-      load(maps, shared, jobs.item, jobs.token, jobs.place.stage);
+      load(p, maps, shared, jobs.item, jobs.token, jobs.place.stage);
       // An item's first chunk also brings its state nearer.
       if (jobs.token == 0) prefetch_state<Config>(p, jobs.item, lane);
       if (jobs.gate_number != gate_number) {
-        gate = LaneGate::of_head(p, jobs.item.head, lane);
-        logits = first_row<bf16 const>(p.beta, jobs.item.sequence, jobs.item.head);
+        gate = Forms<Params>::Gate::of(p, jobs.item.sequence, jobs.item.head, lane);
+        beta = Forms<Params>::Beta::of(p, jobs.item.sequence, jobs.item.head);
         gate_number = jobs.gate_number;
       }
-      logit = load_logit(logits, p.beta.token_stride, jobs.token, min(jobs.item.length() - jobs.token, kChunk), lane);
+      gate.prefetch(p, jobs.token, jobs.item.length());
+      logit = beta.load(p, jobs.token, valid_rows(), lane);
     }
   };
 
@@ -68,18 +70,18 @@ __device__ __forceinline__ void prepare(FwdParams const& p, TensorMaps const& ma
   while (!jobs.is_done) {
     bool const has_chunk = jobs.has_chunk();
     int const s = jobs.place.stage;
+    ChunkOrigin const origin = {jobs.item.sequence_index, jobs.item.head, jobs.token, valid_rows()};
     Stage& stage = shared.stage[s];
     if (has_chunk) {
-      int const valid = min(jobs.item.length() - jobs.token, kChunk);
       shared.loaded[s].wait(jobs.loads() % 2);
-      if (valid < kChunk) clear_rows(stage, valid, lane);
-      make_factors(stage, scratch, gate, p.scale, logit, valid, lane);
+      if (origin.valid < kChunk) clear_rows(stage, origin.valid, lane);
+      make_factors(p, stage, scratch, gate, beta, logit, origin.head, origin.token, origin.valid, lane);
     }
     jobs.advance();
     bool const is_early = !jobs.is_done && can_start();
     if (is_early) start();
     if (has_chunk) {
-      make_matrices(stage, scratch, shared.key_norms[s], lane);
+      make_matrices(p, stage, scratch, shared.key_norms[s], origin, lane);
       cutlass::arch::fence_view_async_shared();  // wgmma or a copy reads the factors, and TMA will overwrite them
       hand_over(s);
     }

@@ -48,13 +48,11 @@ using SquareKMajor =
 
 // All chunks of an item, by a warpgroup; `ring` is where they start. release(stage) is called by every lane that has
 // read a stage.
-template <class Config, class Release>
-__device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>& shared, WorkItem const& item,
+template <class Config, class Params, class Release>
+__device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& shared, WorkItem const& item,
                                       RingPlace<Config>& ring, int warp, int lane, Release const& release) {
   using namespace cute;
   int const warp_value = item.first_value + 16 * warp;  // the first of the warp's sixteen value rows
-  int64_t const state_offset =
-      ((item.sequence_index * p.num_heads + item.head) * kHeadDim + warp_value) * static_cast<int64_t>(kHeadDim);
 
   TiledMMA contract = make_tiled_mma(ContractAtom{});
   TiledMMA square = make_tiled_mma(SquareAtom{});
@@ -64,7 +62,11 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
   bool const is_empty = item.length() == 0;
   Tensor state = make_tensor<float>(Accumulator<kHeadDim / 8>{});
   StateRows& state_rows = reinterpret_cast<StateRows&>(state(0));
-  load_initial_state(state_rows, p, state_offset, is_empty ? 1.f : kShiftDown, lane);
+  load_initial_state(state_rows, p, item.sequence_index, item.head, warp_value, is_empty ? 1.f : kShiftDown, lane);
+  auto const checkpoint = [&](int tokens) {
+    store_checkpoint(p, state_rows, item.sequence_index, item.head, warp_value, tokens, item.length(), lane);
+  };
+  checkpoint(0);
 
   Tensor xo = make_tensor<float>(Accumulator<4>{});  // S' [K+; Q+]^T: X's part and then O's
   // O goes on in registers of its own: as a part of xo, ptxas serialises wgmma (C7511).
@@ -83,19 +85,22 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
 
   // Two lanes store a token's sixteen values.
   OutTile& out_tile = shared.out[warp];
-  int const row = lane / 2, column = 8 * (lane % 2);
+  int const out_lane = kIsGeneral<Params> ? opaque(lane) : lane;  // not kept in registers from item to item
+  int const row = out_lane / 2, column = 8 * (out_lane % 2);
   bf16* out = first_row<bf16>(p.out, item.sequence, item.head) + row * p.out.token_stride + warp_value + column;
   BlockPlace const place = BlockPlace::of_b(lane);
-  // A chunk's O waits in the out tile until the next chunk begins, and in registers until that one's first products
-  // run. `left` tokens were left with that chunk; 0 if there was none.
-  uint4 o_row;
+  // A chunk's O waits in the out tile until the next chunk begins, and then in registers, if there are enough, until
+  // that one's first products run. `left` tokens were left with that chunk; 0 if there was none.
+  constexpr bool kFetchOutEarly = Config::kIsSplit || !kIsGeneral<Params>;
   auto const fetch_out = [&](int left) {
+    uint4 values = {0, 0, 0, 0};
     __syncwarp();  // every lane has written the out tile
-    if (row < left) o_row = *reinterpret_cast<uint4 const*>(out_tile.at(row, column));
+    if (row < left) values = *reinterpret_cast<uint4 const*>(out_tile.at(row, column));
     __syncwarp();  // every lane has read it
+    return values;
   };
-  auto const store_out = [&](int left) {
-    if (row < left) *reinterpret_cast<uint4*>(out) = o_row;
+  auto const store_out = [&](uint4 values, int left) {
+    if (row < left) *reinterpret_cast<uint4*>(out) = values;
     if (left > 0) out += kChunk * p.out.token_stride;
   };
 
@@ -108,7 +113,8 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
 #pragma unroll
     for (int i = 0; i < kHeadDim / 4; ++i) s_bits[i] = pack_bf16(state(2 * i), state(2 * i + 1));
     int const left_before = left < item.length() ? left + kChunk : 0;
-    fetch_out(left_before);
+    uint4 out_before;
+    if constexpr (kFetchOutEarly) out_before = fetch_out(left_before);
     shared.full[s].wait(ring.use % 2);
     uint32_t v[4];
     load_matrices_transposed(v, shared.v[s].at(place.row, 16 * warp + place.column));
@@ -135,7 +141,8 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
       contract.accumulate_ = GMMA::ScaleOut::One;
     }
     warpgroup_commit_batch();
-    store_out(left_before);
+    if constexpr (!kFetchOutEarly) out_before = fetch_out(left_before);
+    store_out(out_before, left_before);
     warpgroup_wait<0>();
     warpgroup_fence_operand(xo);
 #pragma unroll
@@ -169,6 +176,27 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
 #pragma unroll
     for (int i = 0; i < 4; ++i) u_bits[i] = pack_bf16(u(2 * i), u(2 * i + 1));
 
+    float4 decay[kHeadDim / 16];
+    auto const fetch_decay = [&] {
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 16; ++j) {
+        decay[j] = *reinterpret_cast<float4 const*>(stage.decay.pair(2 * j, lane % 4));
+      }
+    };
+    auto const apply_decay = [&](bool is_negative) {
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        float2 d = j % 2 ? float2{decay[j / 2].z, decay[j / 2].w} : float2{decay[j / 2].x, decay[j / 2].y};
+        if (is_negative) d = {-d.x, -d.y};
+        state(4 * j) = __fmul_rn(state(4 * j), d.x), state(4 * j + 1) = __fmul_rn(state(4 * j + 1), d.y);
+        state(4 * j + 2) = __fmul_rn(state(4 * j + 2), d.x), state(4 * j + 3) = __fmul_rn(state(4 * j + 3), d.y);
+      }
+    };
+    bool const decay_first = kIsGeneral<Params> && stage.decay.comes_first();
+    if (decay_first) {
+      fetch_decay();
+      apply_decay(true);
+    }
     warpgroup_fence_operand(o);
     warpgroup_fence_operand(state);
     warpgroup_arrive();
@@ -185,28 +213,19 @@ __device__ __forceinline__ void recur(FwdParams const& p, SharedStorage<Config>&
                                 pack_bf16(o(6), o(7))};
     store_matrices_transposed(o_bits, out_tile.at(place.row, place.column));
     // Not sooner: wgmma reads its operands from the same shared memory, and every earlier place was slower.
-    float4 decay[kHeadDim / 16];
-#pragma unroll
-    for (int j = 0; j < kHeadDim / 16; ++j) {
-      decay[j] = *reinterpret_cast<float4 const*>(stage.decay.pair(2 * j, lane % 4));
-    }
+    if (!decay_first) fetch_decay();
     warpgroup_wait<0>();
     warpgroup_fence_operand(state);
-#pragma unroll
-    for (int j = 0; j < kHeadDim / 8; ++j) {
-      float2 const d = j % 2 ? float2{decay[j / 2].z, decay[j / 2].w} : float2{decay[j / 2].x, decay[j / 2].y};
-      state(4 * j) = __fmul_rn(state(4 * j), d.x), state(4 * j + 1) = __fmul_rn(state(4 * j + 1), d.y);
-      state(4 * j + 2) = __fmul_rn(state(4 * j + 2), d.x), state(4 * j + 3) = __fmul_rn(state(4 * j + 3), d.y);
-    }
+    if (!decay_first) apply_decay(false);
     release(s);
+    if (left >= kChunk) checkpoint(item.length() - left + kChunk);
   }
   if (!is_empty) {
     int const left = (item.length() - 1) % kChunk + 1;
-    fetch_out(left);
-    store_out(left);
+    store_out(fetch_out(left), left);
   }
 
-  store_final_state(state_rows, p, state_offset, is_empty ? 1.f : kShiftUp, lane);
+  store_final_state(state_rows, p, item.sequence_index, item.head, warp_value, is_empty ? 1.f : kShiftUp, lane);
 }
 
 }  // namespace flash_kda::sm90

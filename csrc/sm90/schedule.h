@@ -9,24 +9,26 @@ namespace flash_kda::sm90 {
 // A (sequence, head) pair, or a part of its value rows.
 struct WorkItem {
   Sequence sequence;
-  int64_t sequence_index;
+  int sequence_index;
   int head;
   int first_value;
 
   // Pairs run over heads, then sequences; `sequence_index` comes in any order.
-  __device__ static WorkItem of(FwdParams const& p, int64_t sequence_index, int head, int first_value) {
+  template <class Params>
+  __device__ static WorkItem of(Params const& p, int sequence_index, int head, int first_value) {
     return {find_sequence(p, sequence_index), sequence_index, head, first_value};
   }
 
-  __device__ int length() const { return int(sequence.length); }
+  __device__ int length() const { return sequence.length; }
   __device__ int chunks() const { return (length() + kChunk - 1) / kChunk; }
 };
 
 // Sharing::kWhole: pairs run over heads, then over sequences from the longest to the shortest. A round gives every CTA
 // one, the longest to the CTA with the fewest tokens so far, as far as rounds are planned; later ones go back and forth
 // over the CTAs. Everyone plans for all.
+template <class Params>
 struct Schedule {
-  FwdParams const& p;
+  Params const& p;
   Plan const& plan;
 
   __device__ int64_t items() const { return p.num_sequences * p.num_heads; }
@@ -47,8 +49,8 @@ struct Schedule {
 };
 
 // Fills the plan. By the whole block, which may read the plan on return.
-template <class Config>
-__device__ __forceinline__ void make_plan(FwdParams const& p, Plan& plan) {
+template <class Config, class Params>
+__device__ __forceinline__ void make_plan(Params const& p, Plan& plan) {
   static_assert(Config::kThreads >= kMostRanked && Config::kThreads >= kMostPlannedCtas);
   int const thread = threadIdx.x, ctas = int(gridDim.x);
   bool const is_ranked = p.num_sequences <= kMostRanked;
@@ -127,15 +129,16 @@ struct RingPlace {
 //   advance()
 
 // Sharing::kWhole: every kPrepareWarps-th chunk of the CTA's list.
-template <class Config>
+template <class Config, class Params>
 struct ListJobs {
-  Schedule const& schedule;
+  Schedule<Params> const& schedule;
   WorkItem item;
   RingPlace<Config> place;
   int token, gate_number = 0;
   bool is_done;
 
-  __device__ ListJobs(Schedule const& schedule, int warp) : schedule(schedule), place(warp), token(warp * kChunk) {
+  __device__ ListJobs(Schedule<Params> const& schedule, int warp)
+      : schedule(schedule), place(warp), token(warp * kChunk) {
     is_done = !schedule.find(item, 0);
     settle();
   }

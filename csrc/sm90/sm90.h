@@ -10,6 +10,8 @@ namespace flash_kda::sm90 {
 // One for each way of sharing (config.h).
 cudaError_t fwd_whole(FwdParams const& p, TensorMaps const& maps, Launch const& launch);
 cudaError_t fwd_split(FwdParams const& p, TensorMaps const& maps, Launch const& launch);
+cudaError_t fwd_whole(GeneralParams const& p, TensorMaps const& maps, Launch const& launch);
+cudaError_t fwd_split(GeneralParams const& p, TensorMaps const& maps, Launch const& launch);
 
 // How many clusters of that one run at once.
 cudaError_t clusters_split(int& clusters, Launch const& launch);

@@ -14,9 +14,11 @@ struct TensorMaps {
 };
 
 // Whether TMA can describe the inputs; not a stride of zero, for one. What it cannot, the portable kernel serves.
-bool can_describe(FwdParams const& p);
+template <class Params>
+bool can_describe(Params const& p);
 
-// Of inputs that it can describe. Needs a current device; fails where the driver does.
-cudaError_t make_tensor_maps(TensorMaps& maps, FwdParams const& p);
+// Of inputs that it can describe, but for an fp32 g. Needs a current device; fails where the driver does.
+template <class Params>
+cudaError_t make_tensor_maps(TensorMaps& maps, Params const& p);
 
 }  // namespace flash_kda::sm90

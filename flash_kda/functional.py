@@ -1,0 +1,165 @@
+"""`flash_kda.chunk_kda`: flash-linear-attention's call, answered by `flash_kda.fwd` into tensors that it allocates."""
+
+import torch
+
+from flash_kda.interface import checkpoint_offsets, fwd
+from flash_kda.validation import ALIGNMENT, HEAD_DIM
+
+STATE_INTERVAL = 64  # tokens between the intermediate states, flash-linear-attention's chunk
+
+
+def chunk_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    cp_context: object | None = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    chunk_size: int = STATE_INTERVAL,
+) -> tuple[torch.Tensor, ...]:
+    """Kimi Delta Attention with the argument names, defaults and return values of `fla.ops.kda.chunk_kda` (0.6).
+
+    Note the defaults: q and k are taken as normalised, g as natural-log decays and beta as activated, unless the
+    `use_*_in_kernel` switches say otherwise. The formula is that of `flash_kda.fwd`.
+
+    Args:
+        q, k: bf16 [B, T, H, K]; K = V = 128.
+        v: bf16 [B, T, HV, V], HV a multiple of H.
+        g: bf16 or fp32 [B, T, HV, K], natural-log decays, or the raw gate with use_gate_in_kernel.
+        beta: bf16 or fp32 [B, T, HV].
+        scale: factor of the query; None is K ** -0.5.
+        initial_state: fp32 or bf16 [N, HV, K, V], or [N, HV, V, K] with state_v_first.
+        output_final_state: whether to return the final state.
+        use_gate_in_kernel: g is raw; A_log [HV] and dt_bias [HV * K] or [HV, K] (None is 0) go with it. The gate is
+            lower_bound * sigmoid(exp(A_log) * (g + dt_bias)), or -exp(A_log) * softplus(g + dt_bias) where lower_bound
+            is None.
+        allow_neg_eigval: 2 * sigmoid(beta); only with use_beta_sigmoid_in_kernel.
+        safe_gate: with use_gate_in_kernel it requires lower_bound; it changes no result here, where every gate is safe.
+        lower_bound: in [-5, 0).
+        return_intermediate_states: return the states before every 64 tokens, too.
+        state_v_first: states are [V, K]; else [K, V], which costs a transposed copy of each.
+        cu_seqlens: int64 or int32 [N + 1], packed sequences.
+        cu_seqlens_cpu: the same on the host: return_intermediate_states then does not wait for the device.
+        use_graph, max_num_seqs: with use_graph the number of intermediate states of packed sequences is taken as its
+            upper bound, so that nothing waits for the device and the call can be captured.
+        disable_recompute: accepted; it concerns a backward pass.
+        cp_context: None; context parallelism is not supported.
+        chunk_size: 64 with return_intermediate_states.
+
+    Returns:
+        out: bf16 [B, T, HV, V]. Rows that no sequence covers hold anything.
+        final_state: fp32 [N, HV, K, V] ([N, HV, V, K] with state_v_first), or None.
+        h: with return_intermediate_states only, bf16 [B, NT, HV, K, V] (or [V, K]): the states before every 64 tokens,
+            NT = ceil(T / 64), or the sum over the packed sequences (B = 1).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `flash_kda.fwd` does, whose limits are those of this call.
+    """
+    if cp_context is not None:
+        raise ValueError("cp_context: expected None, context parallelism is not supported")
+    if safe_gate and use_gate_in_kernel and lower_bound is None:
+        raise ValueError("lower_bound: expected a number with safe_gate=True and use_gate_in_kernel=True, got None")
+    if use_gate_in_kernel and A_log is None and lower_bound is None:
+        raise ValueError("A_log: expected a tensor with use_gate_in_kernel=True and lower_bound=None, got None")
+    if return_intermediate_states and chunk_size != STATE_INTERVAL:
+        raise ValueError(f"chunk_size: expected {STATE_INTERVAL} with return_intermediate_states, got {chunk_size}")
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{name}: expected four dimensions, got shape {list(x.shape)}")
+    B, T = q.shape[:2]
+    HV = v.shape[2]
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+
+    def layout(state):
+        return state if state_v_first else state.transpose(-1, -2).contiguous()
+
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    final_state = None
+    if output_final_state:
+        final_state = torch.empty(N, HV, HEAD_DIM, HEAD_DIM, dtype=torch.float32, device=q.device)
+    if initial_state is not None:
+        initial_state = layout(initial_state).contiguous()
+        # The running state is fp32 whatever the initial one is, and so is what is returned.
+        initial_state = initial_state.float() if output_final_state else initial_state
+    checkpoints = {}
+    if return_intermediate_states:
+        offsets, rows = _state_rows(B, T, cu_seqlens, cu_seqlens_cpu, use_graph, q.device)
+        checkpoints = {
+            "checkpoints": torch.empty(rows, HV, HEAD_DIM, HEAD_DIM, dtype=torch.bfloat16, device=q.device),
+            "checkpoint_interval": STATE_INTERVAL,
+            "checkpoint_offsets": offsets,
+            "checkpoint_at": "start",
+        }
+    if use_gate_in_kernel:
+        gate = {
+            "A_log": None if A_log is None else A_log.float().flatten(),
+            "dt_bias": None if dt_bias is None else dt_bias.float().flatten(),
+            "lower_bound": lower_bound,
+        }
+    else:
+        gate = {"A_log": None, "dt_bias": None, "lower_bound": None, "gate": "log"}
+    fwd(
+        *(_served(x) for x in (q, k, v, g)),
+        beta,
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        out,
+        initial_state=initial_state,
+        final_state=final_state,
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.contiguous(),
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        **gate,
+        **checkpoints,
+    )
+    if final_state is not None:
+        final_state = layout(final_state)
+    if not return_intermediate_states:
+        return out, final_state
+    h = layout(checkpoints["checkpoints"])
+    return out, final_state, h.view(B, -1, *h.shape[1:]) if cu_seqlens is None else h[None]
+
+
+def _served(x):
+    """x itself where `fwd` takes its strides, else a contiguous copy."""
+    unit = ALIGNMENT // x.element_size()
+    steps = (stride for stride, size in zip(x.stride(), x.shape[:3], strict=False) if size > 1)
+    # A traced tensor has no address yet: `fwd` looks at it when the graph runs.
+    aligned = torch.compiler.is_compiling() or x.data_ptr() % ALIGNMENT == 0
+    if aligned and x.stride(-1) == 1 and all(stride % unit == 0 for stride in steps):
+        return x
+    return x.contiguous()
+
+
+def _state_rows(B, T, cu_seqlens, cu_seqlens_cpu, use_graph, device):
+    """(checkpoint offsets on the device, rows needed) of the states before every 64 tokens."""
+    if cu_seqlens is None:
+        offsets = checkpoint_offsets(torch.full((B,), T, device=device), STATE_INTERVAL, "start")
+        return offsets, B * (-(-T // STATE_INTERVAL))
+    offsets = checkpoint_offsets(cu_seqlens.diff(), STATE_INTERVAL, "start")
+    if use_graph:
+        return offsets, -(-T // STATE_INTERVAL) + len(cu_seqlens) - 2
+    if cu_seqlens_cpu is not None:
+        return offsets, int(checkpoint_offsets(cu_seqlens_cpu.diff(), STATE_INTERVAL, "start")[-1])
+    return offsets, int(offsets[-1])

@@ -1,0 +1,276 @@
+"""`flash_kda.chunk_kda` with flash-linear-attention's argument names, and the backend for its dispatcher.
+
+On a CPU, and marked `gpu` by each schedule. tests/test_fla.py has the dispatch through FLA itself.
+"""
+
+import inspect
+import re
+import sys
+import types
+
+import pytest
+import schedules
+import torch
+from accuracy import BOUNDS
+from guarded import assert_same_bits
+from inputs import HEAD_DIM, cu_seqlens_of, make_inputs, relative_error
+
+import flash_kda
+from flash_kda.integrations import fla as integration
+from flash_kda.recurrence import recurrence
+
+RAW = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
+LENGTHS = [70, 0, 130, 1, 64]
+
+
+@pytest.fixture(params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in schedules.SCHEDULES)])
+def device(request, monkeypatch):
+    if request.param == "cpu":
+        return "cpu"
+    schedules.use(request.param, monkeypatch)
+    return "cuda"
+
+
+def inputs(device, lengths=LENGTHS, H=2):
+    x = make_inputs("long", 1, sum(lengths), H, device, 7, torch.float32, N=len(lengths))
+    return x, cu_seqlens_of(lengths, device)
+
+
+def state_bound(device):
+    return 2e-6 if device == "cpu" else BOUNDS["long"][1]
+
+
+def out_bound(device):
+    return 2e-3 if device == "cpu" else BOUNDS["long"][0]
+
+
+@pytest.mark.parametrize("state_v_first", [True, False])
+def test_raw_inputs(device, state_v_first):
+    """The bits of `fwd`, with states in either layout."""
+    x, cu_seqlens = inputs(device)
+    out, state = torch.empty_like(x["v"]), torch.empty_like(x["initial_state"])
+    flash_kda.fwd(**x, out=out, final_state=state, cu_seqlens=cu_seqlens)
+    x["dt_bias"] = x["dt_bias"].flatten()
+    if not state_v_first:
+        x["initial_state"], state = x["initial_state"].mT.contiguous(), state.mT
+    results = flash_kda.chunk_kda(
+        **x, **RAW, cu_seqlens=cu_seqlens, output_final_state=True, state_v_first=state_v_first, safe_gate=True
+    )
+    assert len(results) == 2 and results[1].is_contiguous() and results[1].dtype == torch.float32
+    assert_same_bits(results[0], out, "out")
+    assert_same_bits(results[1], state.contiguous(), "final_state")
+    out_alone, none = flash_kda.chunk_kda(**x, **RAW, cu_seqlens=cu_seqlens, state_v_first=state_v_first)
+    assert none is None
+    assert_same_bits(out_alone, out, "out without final_state")
+
+
+def test_defaults_take_activated_inputs(device):
+    """g are natural-log decays, beta is activated, q and k are normalised, scale is K ** -0.5."""
+    x, cu_seqlens = inputs(device)
+    tokens = {name: torch.nn.functional.normalize(x[name].float(), dim=-1).bfloat16() for name in ("q", "k")}
+    tokens |= {"v": x["v"], "g": -x["g"].float().abs(), "beta": torch.sigmoid(x["beta"].float())}
+    out, _ = flash_kda.chunk_kda(**tokens, cu_seqlens=cu_seqlens)
+    none = dict.fromkeys(("A_log", "dt_bias", "lower_bound"))
+    switches = {"use_qk_l2norm_in_kernel": False, "use_beta_sigmoid_in_kernel": False, "gate": "log"}
+    expected, _ = recurrence(**tokens, **none, scale=HEAD_DIM**-0.5, cu_seqlens=cu_seqlens, **switches)
+    assert relative_error(out, expected) < out_bound(device)
+
+
+@pytest.mark.parametrize("allow_neg_eigval", [False, True])
+@pytest.mark.parametrize("missing", ["A_log", "dt_bias", "lower_bound", None])
+def test_gates_and_grouped_heads(device, missing, allow_neg_eigval):
+    x, cu_seqlens = inputs(device, H=4)
+    x |= {name: x[name][:, :, :2].clone() for name in ("q", "k")}
+    if missing:
+        x[missing] = None
+    results = flash_kda.chunk_kda(
+        **x,
+        **RAW,
+        cu_seqlens=cu_seqlens,
+        output_final_state=True,
+        state_v_first=True,
+        allow_neg_eigval=allow_neg_eigval,
+    )
+    expected = recurrence(**x, cu_seqlens=cu_seqlens, allow_neg_eigval=allow_neg_eigval)
+    assert relative_error(results[0], expected[0]) < out_bound(device)
+    assert relative_error(results[1], expected[1]) < state_bound(device)
+
+
+@pytest.mark.parametrize("state_v_first", [True, False])
+@pytest.mark.parametrize("form", ["batch", "packed", "lengths on the host", "static"])
+def test_intermediate_states(device, form, state_v_first):
+    """FLA's h: the states before every 64 tokens, [B, NT, HV, K, V]."""
+    if form == "batch":
+        x, cu_seqlens = make_inputs("long", 3, 150, 2, device, 7, torch.float32), None
+    else:
+        x, cu_seqlens = inputs(device)
+    more = {"cu_seqlens_cpu": cu_seqlens.cpu()} if form == "lengths on the host" else {}
+    given = x if state_v_first else x | {"initial_state": x["initial_state"].mT.contiguous()}
+    out, state, h = flash_kda.chunk_kda(
+        **given,
+        **RAW,
+        **more,
+        cu_seqlens=cu_seqlens,
+        use_graph=form == "static",
+        state_v_first=state_v_first,
+        return_intermediate_states=True,
+        output_final_state=True,
+    )
+    expected_out, expected_state, expected = recurrence(
+        **x, cu_seqlens=cu_seqlens, checkpoint_interval=64, checkpoint_at="start"
+    )
+    NT = 3 if form == "batch" else 9 if form == "static" else len(expected)
+    assert h.dtype == torch.bfloat16 and h.shape == (3 if form == "batch" else 1, NT, 2, HEAD_DIM, HEAD_DIM)
+    h = h.flatten(0, 1)[: len(expected)]
+    if not state_v_first:
+        h, state = h.mT, state.mT
+    assert relative_error(out, expected_out) < out_bound(device)
+    assert relative_error(state, expected_state) < state_bound(device)
+    assert relative_error(h, expected) < max(2e-3, state_bound(device))
+
+
+def test_rows_that_the_kernels_cannot_address_are_copied(device):
+    x, cu_seqlens = inputs(device)
+    expected, _ = flash_kda.chunk_kda(**x, **RAW, cu_seqlens=cu_seqlens, state_v_first=True)
+    interleaved = {name: x[name].repeat_interleave(2, -1)[..., ::2] for name in ("q", "v")}
+    shifted = torch.nn.functional.pad(x["k"], (1, 3))[..., 1:-3]
+    out, _ = flash_kda.chunk_kda(**x | interleaved | {"k": shifted}, **RAW, cu_seqlens=cu_seqlens, state_v_first=True)
+    assert_same_bits(out, expected, "out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cp_context": object()}, r"^cp_context: expected None"),
+        ({"safe_gate": True, "lower_bound": None}, r"^lower_bound: expected a number with safe_gate"),
+        ({"A_log": None, "lower_bound": None}, r"^A_log: expected a tensor"),
+        ({"return_intermediate_states": True, "chunk_size": 32}, r"^chunk_size: expected 64"),
+        ({"lower_bound": -6.0}, r"^lower_bound: expected a number in"),
+        ({"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": True}, r"^allow_neg_eigval: expected False"),
+        ({"q": torch.zeros(3)}, r"^q: expected four dimensions"),
+    ],
+)
+def test_rejected_calls(changes, message):
+    x = make_inputs("random", 1, 20, 2, "cpu")
+    with pytest.raises(ValueError, match=message):
+        flash_kda.chunk_kda(**x | RAW | changes)
+
+
+def test_not_a_tensor():
+    x = make_inputs("random", 1, 20, 2, "cpu")
+    with pytest.raises(TypeError, match=r"^v: expected a torch.Tensor, got NoneType"):
+        flash_kda.chunk_kda(**x | RAW | {"v": None})
+
+
+class TestBackend:
+    """The adapter against a stand-in for FLA's dispatcher, which needs Triton and so a GPU."""
+
+    @pytest.fixture
+    def backends(self, monkeypatch):
+        registered = []
+        backends = types.ModuleType("fla.backends")
+        backends.BaseBackend = type("BaseBackend", (), {})
+        backends._DISPATCH_DISABLED = False
+        backends.registered = registered
+        backends.register = lambda entry: lambda backend: registered.append((entry, backend()))
+        kda = types.ModuleType("fla.ops.kda")
+        kda.chunk_kda = object()
+        package = types.ModuleType("fla")
+        package.backends = backends
+        for name, module in (("fla", package), ("fla.ops", types.ModuleType("fla.ops")), ("fla.ops.kda", kda)):
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(sys.modules, "fla.backends", backends)
+        return backends
+
+    def test_registers_in_place_of_the_shipped_backend(self, backends):
+        integration.register()
+        ((entry, backend),) = backends.registered
+        assert entry is sys.modules["fla.ops.kda"].chunk_kda
+        assert (backend.backend_type, backend.package_name, backend.env_var) == (
+            "flash_kda",
+            "flash_kda",
+            "FLA_FLASH_KDA",
+        )
+        x = make_inputs("random", 1, 20, 2, "cpu", state_dtype=torch.float32)
+        out, state = backend.chunk_kda(**x, **RAW, transpose_state_layout=True, output_final_state=True)
+        expected, expected_state = flash_kda.chunk_kda(**x, **RAW, state_v_first=True, output_final_state=True)
+        assert_same_bits(out, expected, "out")
+        assert_same_bits(state, expected_state, "final_state")
+        accepted, reason = backend.chunk_kda_verifier(**x, **RAW)
+        assert not accepted and reason
+
+    def test_dispatch_turned_off(self, backends):
+        backends._DISPATCH_DISABLED = True
+        with pytest.raises(RuntimeError, match="FLA_DISABLE_BACKEND_DISPATCH"):
+            integration.register()
+
+    def test_without_fla(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "fla", None)
+        with pytest.raises(ImportError, match="needs flash-linear-attention 0.6 or newer"):
+            integration.register()
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"q": torch.zeros(1, 4, 2, 128)}, "requires bfloat16, got q of torch.float32"),
+            ({"g": torch.zeros(1, 4, 2, 128, dtype=torch.float16)}, "got g of torch.float16"),
+            ({"v": torch.zeros(1, 4, 2, 64, dtype=torch.bfloat16)}, "K = 128 and V = 64"),
+            ({"v": torch.zeros(1, 4, 3, 128, dtype=torch.bfloat16)}, "HV = 3 and H = 2"),
+            ({"cp_context": object()}, "context parallelism"),
+            ({"safe_gate": True, "lower_bound": None}, "requires lower_bound"),
+            ({"A_log": None, "lower_bound": None}, "requires lower_bound"),
+            ({"lower_bound": -7.0}, r"lower_bound in \[-5, 0\), got -7"),
+            ({"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": True}, "allow_neg_eigval"),
+            ({"return_intermediate_states": True, "chunk_size": 32}, "every 64 tokens"),
+            ({"something_new": 1}, "does not know these arguments.*something_new"),
+        ],
+    )
+    def test_reasons(self, changes, reason, monkeypatch):
+        """What it declines, on tensors that say they are a GPU's; the kernels are taken to be there."""
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        monkeypatch.setattr(integration, "extension", lambda: None)
+        call = make_inputs("random", 1, 4, 2, "cpu") | RAW
+        with torch.no_grad():
+            assert integration.why_not(**call) is None
+            assert re.search(reason, integration.why_not(**call | changes))
+            for accepted in (
+                {"allow_neg_eigval": True},
+                {"A_log": None},
+                {"dt_bias": None},
+                {"lower_bound": None},
+                {"return_intermediate_states": True},
+                {"use_gate_in_kernel": False},
+                {"state_v_first": True},
+                {"v": torch.zeros(1, 4, 4, 128, dtype=torch.bfloat16)},
+            ):
+                assert integration.why_not(**call | accepted) is None
+        with torch.enable_grad():
+            assert "gradients are enabled" in integration.why_not(**call)
+
+    def test_without_kernels_or_a_gpu(self, monkeypatch):
+        call = make_inputs("random", 1, 4, 2, "cpu") | RAW
+        with torch.no_grad():
+            assert "on CUDA devices, got cpu" in integration.why_not(**call)
+            monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+
+            def none():
+                raise RuntimeError("no kernels here")
+
+            monkeypatch.setattr(integration, "extension", none)
+            assert integration.why_not(**call) == "no kernels here"
+
+
+def test_signature_is_that_of_fla():
+    """Names and defaults, in order, of flash-linear-attention 0.6's chunk_kda."""
+    parameters = inspect.signature(flash_kda.chunk_kda).parameters
+    positional = [name for name, x in parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    assert (
+        positional
+        == (
+            "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel use_gate_in_kernel "
+            "use_beta_sigmoid_in_kernel allow_neg_eigval safe_gate lower_bound disable_recompute "
+            "return_intermediate_states state_v_first cu_seqlens cu_seqlens_cpu cp_context use_graph max_num_seqs"
+        ).split()
+    )
+    switches = [x.default for x in parameters.values() if isinstance(x.default, bool)]
+    assert switches == [False] * 10

@@ -1,0 +1,147 @@
+"""Threads, streams and devices: a call runs where its tensors live, on that device's current stream."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import schedules
+import torch
+from guarded import assert_same_bits
+from inputs import make_inputs
+
+import flash_kda
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True, params=schedules.SCHEDULES)
+def schedule(request, monkeypatch):
+    schedules.use(request.param, monkeypatch)
+    return request.param
+
+
+def buffers(x):
+    return {"out": torch.zeros_like(x["v"]), "final_state": torch.zeros_like(x["initial_state"])}
+
+
+def call(x, results, **options):
+    flash_kda.fwd(**x, **results, **options)
+
+
+def expected_of(x, **options):
+    results = buffers(x)
+    call(x, results, **options)
+    torch.cuda.synchronize()
+    return results
+
+
+def in_thread(work):
+    """Runs `work` in a fresh thread and raises what it raised."""
+    errors = []
+
+    def guarded():
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "the thread hangs"
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"allow_neg_eigval": True}], ids=["plain", "general"])
+def test_first_call_of_a_thread_on_its_own_stream(options):
+    """A thread without a current CUDA context, whose first CUDA work is this call."""
+    x = make_inputs("long", 1, 200, 4, "cuda", 1, torch.float32)
+    expected, results = expected_of(x, **options), buffers(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+
+    def work():
+        with torch.cuda.stream(stream):
+            call(x, results, **options)
+
+    in_thread(work)
+    stream.synchronize()
+    for name, y in results.items():
+        assert_same_bits(y, expected[name], name)
+
+
+def test_first_call_of_a_process_in_a_thread():
+    """The same where the process has made no call before: nothing may depend on the main thread having been first."""
+    code = (
+        "import threading, torch, flash_kda\n"
+        "from inputs import make_inputs\n"
+        "x = make_inputs('long', 1, 64, 2, 'cuda', 1)\n"
+        "a, b = torch.zeros_like(x['v']), torch.zeros_like(x['v'])\n"
+        "torch.cuda.synchronize()\n"
+        "stream = torch.cuda.Stream()\n"
+        "def work():\n"
+        "    with torch.cuda.stream(stream):\n"
+        "        flash_kda.fwd(**x, out=a)\n"
+        "thread = threading.Thread(target=work)\n"
+        "thread.start(); thread.join(); torch.cuda.synchronize()\n"
+        "flash_kda.fwd(**x, out=b)\n"
+        "assert torch.equal(a, b) and bool(b.any())\n"
+    )
+    folder = Path(__file__).resolve().parent
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(folder)!r}, {str(folder.parent)!r}]\n{code}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_threads_on_two_streams():
+    batches = [make_inputs("long", 1, 300 + 7 * i, 4, "cuda", i, torch.float32) for i in range(2)]
+    options = [{}, {"allow_neg_eigval": True}]
+    expected = [expected_of(x, **more) for x, more in zip(batches, options, strict=True)]
+    results = [buffers(x) for x in batches]
+    start = threading.Barrier(2)
+
+    def work(i):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            start.wait(30)
+            for _ in range(50):
+                call(batches[i], results[i], **options[i])
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    torch.cuda.synchronize()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a thread hangs"
+    for i in range(2):
+        for name, y in results[i].items():
+            assert_same_bits(y, expected[i][name], f"{name} of thread {i}")
+
+
+@pytest.mark.parametrize("options", [{}, {"allow_neg_eigval": True}], ids=["plain", "general"])
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_another_device_than_the_current_one(options, in_a_thread):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs, one is visible")
+    x = make_inputs("long", 1, 97, 4, "cuda:0", 12, torch.float32)
+    expected = expected_of(x, **options)
+    moved = {name: y.to("cuda:1") if isinstance(y, torch.Tensor) else y for name, y in x.items()}
+    results = buffers(moved)
+
+    def work():
+        assert torch.cuda.current_device() == 0
+        call(moved, results, **options)
+        assert torch.cuda.current_device() == 0
+
+    in_thread(work) if in_a_thread else work()
+    torch.cuda.synchronize("cuda:1")
+    for name, y in results.items():
+        assert_same_bits(y.to("cuda:0"), expected[name], name)
