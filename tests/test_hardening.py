@@ -123,11 +123,11 @@ def test_three_sequences_and_no_token(device, dtype, initial):
 def test_states_of_heads_scaled_by_1_100_and_1000(device, kind):
     """Errors relative to the heads' own scale: a large head does not cover up for a small one beside it.
 
-    Eight heads of each scale, because the state of a single head under the "random" gate is a few outer products, and
+    Sixteen heads of each scale, because the state of a single head under the "random" gate is a few outer products, and
     its error varies by a tenth.
     """
-    inputs = make_inputs(kind, 1, 1024, 24, device, 3, torch.float32)
-    scales = torch.tensor([10.0, 1e3, 1e4], device=device).repeat(8)
+    inputs = make_inputs(kind, 1, 1024, 48, device, 3, torch.float32)
+    scales = torch.tensor([10.0, 1e3, 1e4], device=device).repeat(16)
     inputs["initial_state"] *= scales[:, None, None]
     out, state = run(inputs)
     expected_out, expected_state = recurrence(**inputs)
