@@ -92,8 +92,9 @@ setup_env gpu
 steps+=("set-up and build=ok")
 # Beside the tests, whose time does not matter: the sanitizers, most of whose time is PyTorch starting under them, the
 # fuzzer, the tests that wait for FLA's tuning, and those that build another binary.
+schedules=$("$PYTHON" tests/sanitizer_grid.py --list)
 for tool in $SANITIZER_TOOLS; do
-    for schedule in $("$PYTHON" tests/sanitizer_grid.py --list); do run_sanitizer "$tool" "$schedule" & done
+    for schedule in $schedules; do run_sanitizer "$tool" "$schedule" & done
 done
 start_step fla run_tests fla tests/test_fla.py
 start_step failures run_tests failures tests/test_failures.py

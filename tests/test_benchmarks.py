@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import record_readme, run  # noqa: E402
-from benchmarks.cases import CASES, QUICK  # noqa: E402
+from benchmarks.cases import CASES, ERROR_CASE, QUICK  # noqa: E402
 from benchmarks.peers import PEERS  # noqa: E402
 from benchmarks.timing import Times  # noqa: E402
 
@@ -73,6 +73,18 @@ class TestChecking:
         with run.environment_set({"FLASH_KDA_SCHEDULE": "portable", "FLA_FLASH_KDA": "0"}):
             assert run.os.environ["FLASH_KDA_SCHEDULE"] == "portable" and run.os.environ["FLA_FLASH_KDA"] == "0"
         assert run.os.environ["FLASH_KDA_SCHEDULE"] == "auto" and "FLA_FLASH_KDA" not in run.os.environ
+
+    def test_error_by_token(self):
+        expected = torch.ones(1, 130, 2, 4, dtype=torch.float64)
+        out = expected.clone()
+        out[:, 6:9] += 0.5  # bins are of 3 tokens
+        errors = run.error_by_token(out, expected)
+        assert errors == [[3 * number, 0.5 if number == 2 else 0.0] for number in range(44)]
+        assert len(run.error_by_token(out[:, :64], expected[:, :64])) == 64
+
+    def test_the_case_of_the_error_plot_is_one_that_every_peer_runs(self):
+        case = next(case for case in CASES if case.name == ERROR_CASE)
+        assert len(case.lengths) == 1 and all(case.table in peer.tables for peer in PEERS.values())
 
     def test_times(self):
         times = Times.of([float(x) for x in range(1, 12)])
