@@ -212,7 +212,9 @@ class Call:
             self.arguments["initial_state"] = None
         if case.packed:
             starts = [tokens.start for _, tokens in case.rows] + [case.rows[-1][1].stop]
-            self.arguments["cu_seqlens"] = torch.tensor(starts, dtype=torch.int64, device=device)
+            memory = self.buffers["cu_seqlens"] = Guarded((len(starts),), torch.int64, device)
+            memory.tensor.copy_(torch.tensor(starts))
+            self.arguments["cu_seqlens"] = memory.tensor
         self.before = {name: memory.buffer.clone() for name, memory in self.buffers.items()}
         self.covered = torch.zeros(B, T, dtype=torch.bool, device=device)
         for b, tokens in case.rows:
