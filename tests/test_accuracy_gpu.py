@@ -116,7 +116,7 @@ def test_extreme_gates_over_4096_tokens(gate, record_property, schedule):
 
 
 def test_bf16_states(record_property, schedule):
-    """bf16 states add only their own rounding, at most 2^-9 of an element, to the error of the final state."""
+    """bf16 states add only their own rounding, below 2^-9 in the mean square, to the error of the final state."""
     inputs = make_inputs("long", 1, T, H, "cuda", 8, torch.bfloat16)
     out, state = fwd(inputs, state_dtype=torch.bfloat16)
     expected_out, expected_state = reference(inputs)
