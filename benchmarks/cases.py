@@ -58,3 +58,5 @@ CASES = (
     few(65536, 12, 1, 700, 540),
 )
 QUICK = ("mixed/96", "2048/12/1")
+# Of this one the error of `out` is kept by token position, too: every peer runs it, as one long sequence.
+ERROR_CASE = "8192/96"

@@ -1,10 +1,11 @@
-"""Fills the marked spots of README.md from tests/gpu_record.json.
+"""Fills the marked spots of README.md and docs/deep-dive.md from tests/gpu_record.json.
 
     python -m benchmarks.record_readme [--check]
 
-Where the record holds no benchmark, the speed comes from benchmarks/results/nvidia-h200.json, and the page says so.
+Where the record holds no benchmark, speed and limits come from benchmarks/results/nvidia-h200.json, and the page says
+so; so does always the plot of the error by token, whose file is made from those results.
 
-A spot is what lies between <!-- record:NAME --> and <!-- /record:NAME -->, for NAME in environment, accuracy, speed.
+A spot is what lies between <!-- record:NAME --> and <!-- /record:NAME -->; SPOTS and PAGES say which there are.
 """
 
 import argparse
@@ -17,9 +18,9 @@ from accuracy import BOUNDS, TABLE
 from gpu_record import problems
 from inputs import GATE_KINDS
 
-from benchmarks.files import ROOT, landed, read
+from benchmarks.files import ROOT, is_ours, landed, read
 
-README = ROOT / "README.md"
+README, DEEP_DIVE = ROOT / "README.md", ROOT / "docs" / "deep-dive.md"
 RECORD = ROOT / "tests" / "gpu_record.json"
 RESULTS = landed("NVIDIA H200")
 PARTS = ("out", "final state")
@@ -66,11 +67,18 @@ def accuracy(record):
     return table(["", *(f"{kind}: {part}" for kind, part in columns)], rows)
 
 
-def speed(record):
-    """GPU time in microseconds, one row a case and one column a peer, both gate kinds in a cell."""
+def benchmark_of(record):
+    """(the benchmark, the words that say where it is from)"""
     benchmark, origin = record["benchmark"], "the record"
     if not benchmark.get("rows"):
         benchmark, origin = read(RESULTS), f"`{RESULTS.relative_to(ROOT)}`, a run beside the record"
+    source = f"From {origin}, {benchmark['device']}, {benchmark['date'][:10]}, copy bandwidth "
+    return benchmark, source + f"{benchmark['copy_bandwidth'] / 1e12:.2f} TB/s:\n\n"
+
+
+def speed(record):
+    """GPU time in microseconds, one row a case and one column a peer, both gate kinds in a cell."""
+    benchmark, source = benchmark_of(record)
     rows = benchmark["rows"]
     peers = list(dict.fromkeys(row["peer"] for row in rows))
     cells = {(row["case"], row["peer"], row["gate"]): row for row in rows}
@@ -86,21 +94,85 @@ def speed(record):
         first = next(row for row in rows if row["case"] == case)
         body.append([first["table"], case, microseconds(first["floor_us"]), *(cell(case, peer) for peer in peers)])
     gates = " / ".join(GATE_KINDS)
-    source = f"From {origin}, {benchmark['device']}, {benchmark['date'][:10]}, copy bandwidth "
-    source += f"{benchmark['copy_bandwidth'] / 1e12:.2f} TB/s:\n\n"
     return source + table(["", "tokens / heads / sequences", "floor", *(f"{peer}: {gates}" for peer in peers)], body)
 
 
-SPOTS = {"environment": environment, "accuracy": accuracy, "speed": speed}
+def sweep(record):
+    """Errors of every measurement of the sm90 schedule outside the accuracy table."""
+    errors = {}
+    for name, x in record["errors"].items():
+        what, _, part = name.removeprefix("sm90, ").rpartition(": ")
+        if name.startswith("sm90, "):
+            errors.setdefault(what, {})[part] = error(x)
+    if not errors:
+        return "Not in the record."
+    return table(["", *PARTS], [[what, *(parts[part] for part in PARTS)] for what, parts in sorted(errors.items())])
 
 
-def fill(text, record):
-    """`text` with every spot filled; ValueError if it does not hold each spot once."""
-    for name, make in SPOTS.items():
+def error_plot(record):
+    """The plot of the error by token position, where the landed results hold what it needs."""
+    if not any(row.get("error_by_token") for row in read(RESULTS)["rows"]):
+        return "Not measured yet: the landed results are older than this plot."
+    plot = RESULTS.with_name(f"{RESULTS.stem}-error-by-token.svg").relative_to(ROOT)
+    return f"![Relative error of out by token position](../{plot})"
+
+
+def limits(record):
+    """What a case asks of the GPU, and how far from each limit our fastest schedule is, with the slower gate kind."""
+    benchmark, source = benchmark_of(record)
+    slowest = {}
+    for row in benchmark["rows"]:
+        if is_ours(row["peer"]) and "error" not in row:
+            times = slowest.setdefault((row["case"], row["gate"]), [])
+            times.append((row["gpu_us"], row))
+    cases = {}
+    for (case, _), times in slowest.items():
+        best = min(times, key=lambda item: item[0])
+        cases[case] = max(cases.get(case, best), best, key=lambda item: item[0])
+    rows = []
+    for case, (time, row) in cases.items():
+        longest = max(row["lengths"])
+        rows.append([case, f"{len(row['lengths']) * row['heads']}", f"{longest}", microseconds(time)])
+        rows[-1] += [f"{row['floor_us'] / time:.0%}", f"{1e3 * time / longest:.0f}"]
+    header = ["tokens / heads / sequences", "pairs", "longest sequence", "microseconds", "share of the floor"]
+    return source + table([*header, "nanoseconds a token of it"], rows)
+
+
+def checks(record):
+    """What the fuzzer and compute-sanitizer said."""
+    fuzz = record.get("fuzz")
+    lines = ["- fuzzer: not in the record"]
+    if fuzz:
+        ran = ", ".join(f"{count} {schedule}" for schedule, count in sorted(fuzz["schedules"].items()))
+        errors = ", ".join(f"{name} {error(x)}" for name, x in sorted(fuzz["root mean square"].items()))
+        lines = [f"- fuzzer: {fuzz['cases']} cases of seed {fuzz['seed']} ({ran}), {len(fuzz['failures'])} failed"]
+        lines.append(f"- their root mean square errors: {errors}")
+    lines += [f"- compute-sanitizer {tool}: {x['status']}" for tool, x in sorted(record["sanitizer"].items())]
+    return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+
+
+SPOTS = {
+    "environment": environment,
+    "accuracy": accuracy,
+    "speed": speed,
+    "sweep": sweep,
+    "error-plot": error_plot,
+    "limits": limits,
+    "checks": checks,
+}
+PAGES = {
+    README: ("environment", "accuracy", "speed"),
+    DEEP_DIVE: ("accuracy", "sweep", "error-plot", "limits", "checks"),
+}
+
+
+def fill(text, record, page=README):
+    """`text` of a page with every spot of it filled; ValueError if it does not hold each spot once."""
+    for name in PAGES[page]:
         pattern = re.compile(rf"(<!-- record:{name} -->).*?(<!-- /record:{name} -->)", re.DOTALL)
         if len(pattern.findall(text)) != 1:
-            raise ValueError(f"README.md: expected <!-- record:{name} --> ... <!-- /record:{name} --> once")
-        filling = f"\n{make(record)}\n"
+            raise ValueError(f"{page.name}: expected <!-- record:{name} --> ... <!-- /record:{name} --> once")
+        filling = f"\n{SPOTS[name](record)}\n"
         text = pattern.sub(lambda match, filling=filling: match[1] + filling + match[2], text)
     return text
 
@@ -108,17 +180,19 @@ def fill(text, record):
 def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.record_readme", description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit status 1 if README.md does not match the record"
+        "--check", action="store_true", help="write nothing; exit status 1 if a page does not match the record"
     )
     arguments = parser.parse_args()
     try:
-        text, record = README.read_text(encoding="utf-8"), json.loads(RECORD.read_text())
-        filled = fill(text, record)
+        record = json.loads(RECORD.read_text())
+        texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
+        filled = {page: fill(text, record, page) for page, text in texts.items()}
     except (OSError, ValueError, KeyError) as error:
         parser.error(f"{type(error).__name__}: {error}")
     if arguments.check:
-        return 0 if filled == text else 1
-    README.write_text(filled, encoding="utf-8")
+        return 0 if filled == texts else 1
+    for page, text in filled.items():
+        page.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -109,6 +109,7 @@ def details_table(result):
         "least": ("gpu_us_least", microseconds),
         "spread": ("gpu_us_spread", "{:.1f}".format),
         "host": ("host_us", "{:.0f}".format),
+        "wall": ("wall_us", "{:.0f}".format),
         "extra MB": ("extra_bytes", lambda x: f"{x / 1e6:.1f}"),
         "error of out": ("error_out", error),
         "error of final state": ("error_state", error),
@@ -173,6 +174,26 @@ def plot(path, rows, x, series, axis):
     handles = [Line2D([], [], **styles[name], label=str(name)) for name in names]
     handles.append(Line2D([], [], color="gray", linestyle="--", marker="_", label="floor"))
     figure.legend(handles=handles, title=axis[1], loc="outside lower center", ncols=6)
+    save(figure, path)
+
+
+def plot_errors(path, rows):
+    """Writes the relative error of out by token position, a panel for each gate kind, a line for each peer."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for gate, axes in zip(GATE_KINDS, figure.subplots(1, len(GATE_KINDS), sharey=True), strict=True):
+        lines = [row for row in rows if row["gate"] == gate]
+        for row in lines:
+            at, errors = zip(*row["error_by_token"], strict=True)
+            axes.plot(at, errors, drawstyle="steps-post", linewidth=1, label=row["peer"])
+        axes.set(title=f"{gate} gate", xlabel="token", ylim=(0, None))
+        axes.grid(alpha=0.3)
+        if lines:
+            axes.legend()
+    figure.supylabel("relative error of out")
+    save(figure, path)
+
+
+def save(figure, path):
     # The same results give the same file.
     with matplotlib.rc_context({"svg.hashsalt": "flash_kda"}):
         figure.savefig(path, metadata={"Date": None})
@@ -195,21 +216,25 @@ def several_head_counts(result):
 
 
 def pictures_of(result):
-    """{path: (title, rows, x, series, names of x and series)} of the plots, beside the results file."""
+    """{path: (title, function that writes it there)} of the plots, beside the results file."""
     base = files.landed(result["device"])
-    tokens = base.with_name(f"{base.stem}-time-by-tokens.svg")
-    by_heads = base.with_name(f"{base.stem}-time-by-heads.svg")
-    pictures = {
-        tokens: (
-            "GPU time against T, one sequence",
-            *(single_sequences(result), lambda row: row["lengths"][0], heads, ("T, one sequence", "heads")),
+    errors = [row for row in result["rows"] if row.get("error_by_token")]
+    pictures = [
+        (
+            *("time-by-tokens", "GPU time against T, one sequence", single_sequences(result)),
+            partial(plot, x=lambda row: row["lengths"][0], series=heads, axis=("T, one sequence", "heads")),
         ),
-        by_heads: (
-            "GPU time by head count, of sequences measured with several",
-            *(several_head_counts(result), heads, sequences, ("heads", "sequences")),
+        (
+            *("time-by-heads", "GPU time by head count, of sequences measured with several"),
+            *(several_head_counts(result), partial(plot, x=heads, series=sequences, axis=("heads", "sequences"))),
         ),
+        ("error-by-token", "Relative error of out by token position, one sequence of 8192", errors, plot_errors),
+    ]
+    return {
+        base.with_name(f"{base.stem}-{name}.svg"): (title, partial(draw, rows=rows))
+        for name, title, rows, draw in pictures
+        if rows
     }
-    return {path: picture for path, picture in pictures.items() if picture[1]}
 
 
 def text_of(result, pictures):
@@ -221,7 +246,13 @@ def text_of(result, pictures):
     made = "Made by" if command else "The file does not say by which command it was made; this one measures its peers"
     command = command or shlex.join(["python", "-m", "benchmarks.run", "--peers", *peers])
     about = f"{device}, PyTorch {result['torch']}, flash_kda {result['flash_kda']}, {files.sources(result)}, "
-    about += f"{result['date']}, copy bandwidth {result['copy_bandwidth'] / 1e12:.2f} TB/s."
+    about += f"{result['date']}, copy bandwidth {result['copy_bandwidth'] / 1e12:.2f} TB/s"
+    if environment := result.get("environment"):
+        about += (
+            f"; driver {environment['driver']}, CUDA {environment['cuda']}, Python {environment['python']}, Triton "
+        )
+        about += f"{environment['triton']}, flash-linear-attention {environment['fla']}"
+    about += "."
     parts = [
         f"From `{path}`, by `python -m benchmarks.report`.",
         wrap(about),
@@ -242,13 +273,14 @@ def text_of(result, pictures):
     if failed := failures(result):
         parts += ["## Rows without a result", failed]
     parts += ["## Plots"] * bool(pictures)
-    parts += [f"![{title}]({picture.relative_to(files.ROOT)})" for picture, (title, *_) in pictures.items()]
+    parts += [f"![{title}]({picture.relative_to(files.ROOT)})" for picture, (title, _) in pictures.items()]
     parts += [
         "## Spread, host time, memory and errors",
         wrap(
-            "Least and spread (10th to 90th percentile) of the GPU time, and host time of an eager call, in "
-            "microseconds; peak memory beyond arguments and results; relative errors of the first and last head "
-            "against the recurrence in fp64, the state's where all of the sequence is checked."
+            "Least and spread (10th to 90th percentile) of the GPU time, host time of an eager call, wall time from "
+            "its start to the end of its work, in microseconds; peak memory beyond arguments and results; relative "
+            "errors of the first and last head against the recurrence in fp64, the state's where all of the sequence "
+            "is checked."
         ),
         details_table(result),
     ]
@@ -276,8 +308,8 @@ def write(path):
         new = fill(old, text_of(result, pictures))
     except ValueError as error:
         raise ValueError(f"{page}: {error}") from None
-    for picture, (_, *arguments) in pictures.items():
-        plot(picture, *arguments)
+    for picture, (_, draw) in pictures.items():
+        draw(picture)
     page.write_text(new, encoding="utf-8")
     return page
 

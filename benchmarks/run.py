@@ -3,10 +3,10 @@
     python -m benchmarks.run [--quick] [--cases PATTERN ...] [--peers NAME ...] [--seconds S] [--json FILE]
 
 Every case runs for both kinds of gate, every peer in turn in one process: first a check of the results against the fp64
-recurrence, then GPU time (CUDA graph replay), host time of an eager call and peak extra memory. The floor is the bytes
-that must move over the copy bandwidth measured in the same run. A peer that is missing, wrong or out of memory is a row
-that says so. Ours go first, through all cases, since others may take minutes to compile; --json is written after every
-case, so that a run that is cut short leaves what it has.
+recurrence, then GPU time (CUDA graph replay), host and wall time of an eager call and peak extra memory. The floor is
+the bytes that must move over the copy bandwidth measured in the same run. A peer that is missing, wrong or out of
+memory is a row that says so. Ours go first, through all cases, since others may take minutes to compile; --json is
+written after every case, so that a run that is cut short leaves what it has.
 """
 
 import argparse
@@ -22,17 +22,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
+from gpu_record import environment
 from inputs import GATE_KINDS, cu_seqlens_of, make_inputs, relative_error
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from source_digest import tree_digest
 
 import flash_kda
-from benchmarks.cases import CASES, QUICK
+from benchmarks.cases import CASES, ERROR_CASE, QUICK
 from benchmarks.files import is_ours
 from benchmarks.peers import PEERS
-from benchmarks.timing import copy_bandwidth, extra_memory, gpu_times, host_time
+from benchmarks.timing import copy_bandwidth, extra_memory, gpu_times, host_time, wall_time
 from flash_kda.recurrence import recurrence
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,11 +91,30 @@ def errors_of(case, results, expected):
     return error_out, None if expected_state is None else relative_error(state[:, heads], expected_state)
 
 
+def error_by_token(out, expected, bins=64):
+    """[[first token, relative error of its bin], ...] of a single sequence's out on the checked heads and tokens.
+
+    Bins are of equal length; errors are relative to the bin's own norm.
+    """
+    difference = (out.double() - expected).square().sum((0, 2, 3))
+    squares = expected.square().sum((0, 2, 3))
+    length = math.ceil(len(squares) / bins)
+    ratios = [
+        math.sqrt(a.sum() / b.sum()) for a, b in zip(difference.split(length), squares.split(length), strict=True)
+    ]
+    return [[number * length, float(f"{ratio:.4g}")] for number, ratio in enumerate(ratios)]
+
+
 def measure(case, peer, sets, expected):
     """What one peer does on one case, as the measured fields of a row."""
     calls = [peer.prepare(*one) for one in sets]
-    errors = errors_of(case, calls[0](), expected)
+    results = calls[0]()
+    errors = errors_of(case, results, expected)
     measured = {"error_out": errors[0], "error_state": errors[1]}
+    if case.name == ERROR_CASE:
+        checked = results[0][:, : expected[0].shape[1], [0, case.heads - 1]]
+        measured["error_by_token"] = error_by_token(checked, expected[0])
+    del results
     if max(error for error in errors if error is not None) > ERROR_LIMIT:
         return measured | {"error": f"wrong result: errors of out, final_state {errors}, limit {ERROR_LIMIT}"}
     for call in calls[1:]:
@@ -105,6 +125,7 @@ def measure(case, peer, sets, expected):
         "gpu_us_least": times.least,
         "gpu_us_spread": times.spread,
         "host_us": host_time(calls[0]),
+        "wall_us": wall_time(calls[0]),
         "extra_bytes": extra_memory(calls[0]),
         "input_sets": len(sets),
     }
@@ -156,6 +177,7 @@ def print_rows(console, rows):
         "floor share",
         "must",
         "host",
+        "wall",
         "extra MB",
         "out",
         "state",
@@ -169,7 +191,13 @@ def print_rows(console, rows):
         table.add_row(
             *(row["case"], row["gate"], row["peer"], f"{row['gpu_us']:.1f}", f"{row['gpu_us_least']:.1f}"),
             *(f"{row['gpu_us_spread']:.1f}", f"{row['floor_us'] / row['gpu_us']:.0%}", f"{row['must_us']}"),
-            *(f"{row['host_us']:.0f}", f"{row['extra_bytes'] / 1e6:.1f}", f"{row['error_out']:.1e}", state),
+            *(
+                f"{row['host_us']:.0f}",
+                f"{row['wall_us']:.0f}",
+                f"{row['extra_bytes'] / 1e6:.1f}",
+                f"{row['error_out']:.1e}",
+                state,
+            ),
         )
     console.print(table)
 
@@ -239,11 +267,12 @@ def main():
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "csrc": tree_digest(ROOT / "csrc")["total"],
         "command": options.command,
+        "environment": environment(),
         "copy_bandwidth": bandwidth,
         "rows": [],
     }
     rows = result["rows"]
-    columns = (MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=sum(len(peers) for _, _, peers in work))
         for case, gate, peers in work:

@@ -63,6 +63,18 @@ def host_time(call, samples=50):
     return statistics.median(times[10:])
 
 
+def wall_time(call, samples=50):
+    """Median microseconds from the start of one eager call to the end of its work, with nothing else on the GPU."""
+    times = []
+    for _ in range(samples + 5):
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter_ns() - start) / 1e3)
+    return statistics.median(times[5:])
+
+
 def extra_memory(call):
     """Peak bytes of device memory beyond a call's arguments and results, from PyTorch's allocator or elsewhere."""
     torch.cuda.synchronize()

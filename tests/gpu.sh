@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# On a GPU machine: sets up and builds, runs the GPU tests, the benchmark and compute-sanitizer, and writes
+# On a GPU machine: sets up and builds, runs the GPU tests, the fuzzer, compute-sanitizer and the benchmark, and writes
 # tests/gpu_record.json. Exit status 1, and a record that says so, if anything fails. Logs, plots and raw results:
 # tests/output.
 set -uo pipefail
-SANITIZER_TOOLS="memcheck racecheck"
-SANITIZER_SECONDS=90
+SANITIZER_TOOLS="memcheck racecheck initcheck synccheck"
+SANITIZER_SECONDS=170
+FUZZ_CASES=2000
+FUZZ_SEED=0
+FUZZ_SECONDS=170
 # FLA compiles and tunes its kernels for every shape, for minutes: ours are measured first, FLA as far as this reaches.
 BENCHMARK_SECONDS=240
 
@@ -23,7 +26,8 @@ write_record() {
     if [ ${#steps[@]} = 0 ]; then steps=("set-up and build=exit status $status"); fi
     [ -n "${PYTHON:-}" ] || exit "$status"
     "$PYTHON" tests/gpu_record.py --junit "$output/tests.xml" --junit "$output/fla.xml" \
-        --benchmark "$output/benchmark.json" --sanitizer "$output" "${steps[@]/#/--step=}" || exit 1
+        --junit "$output/failures.xml" --benchmark "$output/benchmark.json" --fuzz "$output/fuzz.json" \
+        --sanitizer "$output" "${steps[@]/#/--step=}" || exit 1
     exit 0
 }
 
@@ -37,16 +41,17 @@ run_step() {
     if [ "$status" = 0 ]; then steps+=("$name=ok"); else steps+=("$name=exit status $status"); fi
 }
 
+# Each schedule by itself: the reports of one do not fill the list of another.
 run_sanitizer() {
-    local tool=$1 program
+    local tool=$1 schedule=$2 name="$1 $2" program
     program=$(command -v compute-sanitizer || ls "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer" 2>/dev/null)
     if [ -z "$program" ]; then
-        echo missing >"$output/$tool.status"
+        echo missing >"$output/$name.status"
         return
     fi
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "$SANITIZER_SECONDS" "$program" --tool "$tool" --error-exitcode 9 \
-        "$PYTHON" tests/sanitizer_grid.py >"$output/$tool.log" 2>&1
-    echo $? >"$output/$tool.status"
+        "$PYTHON" tests/sanitizer_grid.py "$schedule" >"$output/$name.log" 2>&1
+    echo $? >"$output/$name.status"
 }
 
 run_tests() {
@@ -54,25 +59,49 @@ run_tests() {
         -o junit_family=xunit1 "${@:2}"
 }
 
-run_fla_tests() {
-    run_tests fla tests/test_fla.py >"$output/fla_tests.log" 2>&1
-    echo $? >"$output/fla_tests.exit"
+run_fuzz() {
+    "$PYTHON" tests/fuzz.py --device cuda --seed "$FUZZ_SEED" --cases "$FUZZ_CASES" --seconds "$FUZZ_SECONDS" \
+        --json "$output/fuzz.json"
 }
 
-report_fla_tests() {
-    cat "$output/fla_tests.log"
-    return "$(cat "$output/fla_tests.exit")"
+# Runs a command in the background; end_step NAME waits for it and makes a step of it.
+declare -A background
+start_step() {
+    local name=$1
+    shift
+    {
+        started=$SECONDS
+        "$@" >"$output/$name.background" 2>&1
+        echo $? >"$output/$name.exit"
+        echo "$name took $((SECONDS - started)) s" >>"$output/$name.background"
+    } &
+    background[$name]=$!
+}
+
+end_step() {
+    wait "${background[$1]}"
+    run_step "$1" show "$1"
+}
+
+show() {
+    cat "$output/$1.background"
+    return "$(cat "$output/$1.exit")"
 }
 
 setup_env gpu
 steps+=("set-up and build=ok")
-# Beside the tests, whose time does not matter: the sanitizers, most of whose time is PyTorch starting under them, and
-# the tests that wait for FLA's tuning.
-for tool in $SANITIZER_TOOLS; do run_sanitizer "$tool" & done
-run_fla_tests &
-run_step tests run_tests tests tests --ignore=tests/test_fla.py
+# Beside the tests, whose time does not matter: the sanitizers, most of whose time is PyTorch starting under them, the
+# fuzzer, the tests that wait for FLA's tuning, and those that build another binary.
+schedules=$("$PYTHON" tests/sanitizer_grid.py --list)
+for tool in $SANITIZER_TOOLS; do
+    for schedule in $schedules; do run_sanitizer "$tool" "$schedule" & done
+done
+start_step fla run_tests fla tests/test_fla.py
+start_step failures run_tests failures tests/test_failures.py
+start_step fuzz run_fuzz
+run_step tests run_tests tests tests --ignore=tests/test_fla.py --ignore=tests/test_failures.py
+for name in failures fuzz fla; do end_step "$name"; done
 wait
-run_step fla report_fla_tests
 run_step benchmark "$PYTHON" -m benchmarks.run --seconds "$BENCHMARK_SECONDS" --json "$output/benchmark.json"
 # A guard against regressions: the landed results of this device, where there are any. Single runs of a case spread by
 # up to 12 %, so that is not what it may trip on.

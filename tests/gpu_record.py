@@ -22,6 +22,8 @@ import flash_kda
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "gpu_record.json"
 FORMAT = 1
+# Fewer in a record are a problem.
+FUZZ_CASES = 2000
 
 
 def read_junit(paths):
@@ -125,6 +127,13 @@ def problems(record):
     for tool, result in record["sanitizer"].items():
         if result["status"] != "clean" and not result["status"].startswith("not run"):
             found.append(f"compute-sanitizer {tool}: {result['status']}: {result['summary']}")
+    fuzz = record.get("fuzz")
+    if fuzz is None and "fuzz" not in record["steps"]:
+        found.append("fuzz: no results")
+    if fuzz is not None:
+        found += [f"fuzz: {failure}" for failure in fuzz["failures"]]
+        if fuzz["cases"] < FUZZ_CASES:
+            found.append(f"fuzz: {fuzz['cases']} cases, fewer than {FUZZ_CASES}")
     for row in record["benchmark"].get("rows", []):
         if row.get("error") and row["peer"].startswith("flash_kda"):
             found.append(f"benchmark {row['case']}, {row['gate']}, {row['peer']}: {row['error']}")
@@ -136,7 +145,7 @@ def describe(error):
     return f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
 
 
-def make_record(junit, benchmark, sanitizer, steps):
+def make_record(junit, benchmark, fuzz, sanitizer, steps):
     """The record of one gpu.sh run; steps: {step: "ok" or what went wrong}. A missing file is a step that failed."""
     steps = dict(steps)
     tests, errors, notes = {"run": 0, "passed": 0, "failed": 0, "skipped": 0, "unpassed": []}, {}, {}
@@ -144,11 +153,12 @@ def make_record(junit, benchmark, sanitizer, steps):
         tests, errors, notes = read_junit(junit)
     except (OSError, ElementTree.ParseError) as error:
         steps["tests"] = f"no results: {describe(error)}"
-    rows = {}
-    try:
-        rows = json.loads(Path(benchmark).read_text())
-    except (OSError, ValueError) as error:
-        steps["benchmark"] = f"no results: {describe(error)}"
+    results = {"benchmark": {}, "fuzz": None}
+    for name, path in (("benchmark", benchmark), ("fuzz", fuzz)):
+        try:
+            results[name] = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            steps[name] = f"no results: {describe(error)}"
     return {
         "format": FORMAT,
         "environment": environment(),
@@ -157,7 +167,7 @@ def make_record(junit, benchmark, sanitizer, steps):
         "errors": errors,
         "notes": notes,
         "sanitizer": read_sanitizer(sanitizer),
-        "benchmark": rows,
+        **results,
         "csrc": tree_digest(ROOT / "csrc"),
     }
 
@@ -181,6 +191,13 @@ def summary(record):
     lines += [
         f"compute-sanitizer {tool}: {x['status']}; {x['summary'][:120]}" for tool, x in record["sanitizer"].items()
     ]
+    if fuzz := record["fuzz"]:
+        worst = sorted(fuzz["worst of a (sequence, head)"].items(), key=lambda item: -item[1])[:2]
+        lines.append(
+            f"fuzz: seed {fuzz['seed']}, {fuzz['cases']} cases, {len(fuzz['failures'])} failed; worst of a (sequence, "
+            f"head): {', '.join(f'{name} {error:.2e}' for name, error in worst)}"
+        )
+        lines += [f"  {failure[:160]}" for failure in fuzz["failures"][:10]]
     pairs = {}
     for name, error in record["errors"].items():
         case, _, part = name.rpartition(": ")
@@ -223,6 +240,7 @@ def main():
     parser = argparse.ArgumentParser(description="Writes tests/gpu_record.json; called by tests/gpu.sh alone.")
     parser.add_argument("--junit", required=True, action="append", help="pytest's JUnit XML, of one run or several")
     parser.add_argument("--benchmark", required=True, help="JSON of python -m benchmarks.run")
+    parser.add_argument("--fuzz", required=True, help="JSON of tests/fuzz.py")
     parser.add_argument("--sanitizer", required=True, help="folder of TOOL.status and TOOL.log")
     parser.add_argument("--step", type=step, action="append", default=[], help="NAME=ok, or NAME=what went wrong")
     arguments = parser.parse_args()
@@ -230,7 +248,7 @@ def main():
         parser.error(
             "no GPU that PyTorch can use: there is nothing to record, and tests/gpu_record.json stays as it is"
         )
-    record = make_record(arguments.junit, arguments.benchmark, arguments.sanitizer, arguments.step)
+    record = make_record(arguments.junit, arguments.benchmark, arguments.fuzz, arguments.sanitizer, arguments.step)
     RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     print(summary(record))
     return 1 if problems(record) else 0

@@ -5,13 +5,18 @@ import math
 import torch
 
 GUARD_BYTES = 16384
-# A NaN with a payload that arithmetic does not produce: an element that still holds it was never written.
-POISON = {torch.bfloat16: (torch.int16, 0x7FA5), torch.float32: (torch.int32, 0x7FA5A5A5)}
+# A NaN with a payload that arithmetic does not produce, or a number beyond all indices: an element that still holds it
+# was never written.
+POISON = {
+    torch.bfloat16: (torch.int16, 0x7FA5),
+    torch.float32: (torch.int32, 0x7FA5A5A5),
+    torch.int64: (torch.int64, 0x7FA5A5A57FA5A5A5),
+}
 
 
 def bits(x):
     """The bits of a bf16, fp32 or int64 tensor as integers."""
-    return x.view(POISON[x.dtype][0]) if x.dtype in POISON else x
+    return x.view(POISON[x.dtype][0])
 
 
 class Guarded:

@@ -1,11 +1,14 @@
 """Small calls of flash_kda.fwd for compute-sanitizer (tests/gpu.sh): tails, packed and empty sequences, state modes.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 python tests/sanitizer_grid.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
+        python tests/sanitizer_grid.py [SCHEDULE]
+    python tests/sanitizer_grid.py --list      # the schedules that the device runs
 
 Without torch's caching allocator each tensor is an allocation of its own, so that an access past its end is seen.
 """
 
 import os
+import sys
 from itertools import cycle
 
 import schedules
@@ -51,16 +54,18 @@ def grid():
     torch.cuda.synchronize()
 
 
-def main():
-    for schedule in schedules.SCHEDULES:
-        reason = schedules.why_not(schedule)
-        if reason:
-            print(f"{schedule}: skipped, {reason}")
-            continue
+def main(arguments):
+    served = [schedule for schedule in schedules.SCHEDULES if not schedules.why_not(schedule)]
+    if arguments == ["--list"]:
+        print(*served)
+        return
+    for schedule in arguments or served:
+        if schedule not in served:
+            sys.exit(f"schedule: expected one of {', '.join(served)}, got {schedule!r}")
         os.environ["FLASH_KDA_SCHEDULE"] = schedule
         grid()
         print(f"{schedule}: {2 * len(GRID) + len(CLAMPED)} calls")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import compare, files  # noqa: E402
 
+ENVIRONMENT = ("driver", "cuda", "python", "triton", "fla")
 CASES = {"8192/96": (96, [8192]), "8192/16/1": (16, [8192]), "2048/16/1": (16, [2048]), "mixed/96": (96, [300, 212])}
 
 
@@ -205,7 +206,7 @@ class TestReport:
         assert "| 8192 | 96 | 50 | 300 / 600 | 100 / 200 | 900 / 1800 | 400 | 340 | 50% / 25% | 3.00 | 9.00 |" in text
         assert "| [300, 212] | 96 | 200 | 1200 / 2400 | 400 / 800 |" in text
         assert text.index("## Many heads") < text.index("| [300, 212]") < text.index("## Few heads")
-        assert "| 8192 | 96 | FLA Triton | 7.0 | 0.5 | 33 | 12.3 | 3.70e-3 | 2.50e-3 |" in text
+        assert "| 8192 | 96 | FLA Triton | 7.0 | 0.5 | 33 | not measured | 12.3 | 3.70e-3 | 2.50e-3 |" in text
         assert "must met in 2 of 4 cases, goal in 1" in text
         assert "csrc digest abababababab" in text and "Made by:" in text and "python -m made.by \\\n" in text
         assert "2026-11-30T12:00:00+00:00" in text and "4.28 TB/s" in text.replace("\n", " ")
@@ -273,6 +274,30 @@ class TestReport:
         before = [path.read_bytes() for path in paths]
         write_page(report, result)
         assert [path.read_bytes() for path in paths] == before
+
+    def test_plot_of_the_error_by_token(self, report, monkeypatch):
+        from matplotlib.figure import Figure
+
+        figures = {}
+        save = Figure.savefig
+        monkeypatch.setattr(
+            Figure, "savefig", lambda self, path, **more: (figures.update({path.name: self}), save(self, path, **more))
+        )
+        result = make_result(ours=100, fla=900) | {"environment": dict.fromkeys(ENVIRONMENT, "1.2")}
+        for peer, error in (("flash_kda sm90", 0.003), ("FLA Triton", 0.005)):
+            row_of(result, "8192/96", "long", peer)["error_by_token"] = [[0, error], [128, 2 * error]]
+            row_of(result, "8192/96", "long", peer)["wall_us"] = 77.0
+        text = write_page(report, result)
+        name = "nvidia-h999-error-by-token.svg"
+        assert f"](benchmarks/results/{name})" in text and (files.RESULTS / name).is_file()
+        assert "driver 1.2, CUDA 1.2, Python 1.2, Triton 1.2, flash-linear-attention 1.2." in text.replace("\n", " ")
+        assert "| 33 | not measured / 77 |" in text
+        random, long = figures[name].axes
+        assert not random.get_lines()
+        assert [(line.get_label(), *map(list, line.get_data())) for line in long.get_lines()] == [
+            ("flash_kda sm90", [0, 128], [0.003, 0.006]),
+            ("FLA Triton", [0, 128], [0.005, 0.01]),
+        ]
 
     def test_other_text_of_a_page_stays(self, report):
         result = make_result(ours=100)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import record_readme, run  # noqa: E402
-from benchmarks.cases import CASES, QUICK  # noqa: E402
+from benchmarks.cases import CASES, ERROR_CASE, QUICK  # noqa: E402
 from benchmarks.peers import PEERS  # noqa: E402
 from benchmarks.timing import Times  # noqa: E402
 
@@ -73,6 +73,18 @@ class TestChecking:
         with run.environment_set({"FLASH_KDA_SCHEDULE": "portable", "FLA_FLASH_KDA": "0"}):
             assert run.os.environ["FLASH_KDA_SCHEDULE"] == "portable" and run.os.environ["FLA_FLASH_KDA"] == "0"
         assert run.os.environ["FLASH_KDA_SCHEDULE"] == "auto" and "FLA_FLASH_KDA" not in run.os.environ
+
+    def test_error_by_token(self):
+        expected = torch.ones(1, 130, 2, 4, dtype=torch.float64)
+        out = expected.clone()
+        out[:, 6:9] += 0.5  # bins are of 3 tokens
+        errors = run.error_by_token(out, expected)
+        assert errors == [[3 * number, 0.5 if number == 2 else 0.0] for number in range(44)]
+        assert len(run.error_by_token(out[:, :64], expected[:, :64])) == 64
+
+    def test_the_case_of_the_error_plot_is_one_that_every_peer_runs(self):
+        case = next(case for case in CASES if case.name == ERROR_CASE)
+        assert len(case.lengths) == 1 and all(case.table in peer.tables for peer in PEERS.values())
 
     def test_times(self):
         times = Times.of([float(x) for x in range(1, 12)])
@@ -182,13 +194,40 @@ class TestReadme:
         filled = record_readme.fill(TEXT, fake_record() | {"benchmark": {}})
         assert "benchmarks/results/nvidia-h200.json" in filled and "a run beside the record" in filled
 
+    def test_deep_dive(self, monkeypatch, tmp_path):
+        record = fake_record()
+        record["errors"] |= {"sm90, g = -80: out": 4.2e-3, "sm90, g = -80: final state": 3.2e-3}
+        for gate, us in (("random", 400), ("long", 500)):
+            row = {"case": "8x1024/96", "table": "many heads", "gate": gate, "peer": "flash_kda sm90", "gpu_us": us}
+            record["benchmark"]["rows"].append(row | {"floor_us": 250.0, "heads": 96, "lengths": [1024] * 8})
+        record["benchmark"]["rows"] = record["benchmark"]["rows"][-2:]
+        names = record_readme.PAGES[record_readme.DEEP_DIVE]
+        text = "\n".join(f"<!-- record:{name} -->old<!-- /record:{name} -->" for name in names)
+        filled = record_readme.fill(text, record, record_readme.DEEP_DIVE)
+        assert ">old<" not in filled
+        assert "| g = -80 | 4.20e-3 | 3.20e-3 |" in filled
+        assert "| 8x1024/96 | 768 | 1024 | 500 | 50% | 488 |" in filled
+        assert "- fuzzer: not in the record\n- compute-sanitizer memcheck: exit status 9" in filled
+        record["fuzz"] = {"cases": 2000, "seed": 0, "schedules": {"sm90": 2000}, "failures": []}
+        record["fuzz"]["root mean square"] = {"long: out": 3.61e-3}
+        filled = record_readme.fill(filled, record, record_readme.DEEP_DIVE)
+        assert "- fuzzer: 2000 cases of seed 0 (2000 sm90), 0 failed\n" in filled and "long: out 3.61e-3" in filled
+
+    def test_the_error_plot_is_shown_once_the_results_have_it(self, monkeypatch):
+        row = {"case": "8192/96", "gate": "long", "peer": "flash_kda sm90", "gpu_us": 1.0}
+        monkeypatch.setattr(record_readme, "read", lambda path: {"rows": [row]})
+        assert record_readme.error_plot({}).startswith("Not measured yet")
+        monkeypatch.setattr(record_readme, "read", lambda path: {"rows": [row | {"error_by_token": [[0, 1e-3]]}]})
+        assert record_readme.error_plot({}).endswith("(../benchmarks/results/nvidia-h200-error-by-token.svg)")
+
     def test_a_missing_spot_is_an_error(self):
         with pytest.raises(ValueError, match="record:accuracy"):
             record_readme.fill(TEXT.replace("<!-- record:accuracy -->", ""), fake_record())
 
-    def test_readme_matches_the_record(self):
-        """The README's numbers are those of tests/gpu_record.json: python -m benchmarks.record_readme."""
+    @pytest.mark.parametrize("page", record_readme.PAGES, ids=lambda page: page.name)
+    def test_page_matches_the_record(self, page):
+        """The pages' numbers are those of tests/gpu_record.json: python -m benchmarks.record_readme."""
         if torch.cuda.is_available():
-            pytest.skip("a GPU machine may hold a newer record than the README's: python -m benchmarks.record_readme")
-        text = record_readme.README.read_text(encoding="utf-8")
-        assert record_readme.fill(text, json.loads(record_readme.RECORD.read_text())) == text
+            pytest.skip("a GPU machine may hold a newer record than the pages': python -m benchmarks.record_readme")
+        text = page.read_text(encoding="utf-8")
+        assert record_readme.fill(text, json.loads(record_readme.RECORD.read_text()), page) == text

@@ -309,3 +309,47 @@ def test_unbuildable_package_says_how_through_pip(tmp_path):
     result = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode != 0
     assert "flash_kda: FLASH_KDA_CUDA_ARCHS=90a,91 names the unknown arch '91'" in result.stdout + result.stderr
+
+
+# Raises where this process or a Python that it starts turns to the network.
+NO_NETWORK = """
+import sys
+
+def refuse(event, arguments):
+    if event.startswith(("socket.getaddrinfo", "socket.gethostby", "urllib.Request", "http.client.connect")) or (
+        event in ("socket.connect", "socket.sendto") and not isinstance(arguments[1], (str, bytes))
+    ):
+        raise RuntimeError(f"turned to the network: {event} {arguments}")
+
+sys.addaudithook(refuse)
+"""
+
+
+def test_build_import_and_call_use_no_network(tmp_path):
+    """Where the system allows it there is no network at all; everywhere, a Python that turns to it fails."""
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(NO_NETWORK)
+    alone = ["unshare", "--map-root-user", "--net"]
+    try:
+        separate = subprocess.run([*alone, "true"], capture_output=True).returncode == 0
+    except OSError:
+        separate = False
+
+    def run(*command, cwd):
+        environment = {**os.environ, "FLASH_KDA_CUDA_ARCHS": "none", "CUDA_HOME": "/nonexistent"}
+        environment["PYTHONPATH"] = str(tmp_path / "hook")
+        command = [*(alone if separate else []), sys.executable, *map(str, command)]
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+    control = run("-c", "import socket; socket.create_connection(('127.0.0.1', 9))", cwd=tmp_path)
+    assert "turned to the network" in control.stderr
+    project = copy_project(tmp_path / "project")
+    wheel = ("-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", tmp_path, ".")
+    result = run(*wheel, cwd=project)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (path,) = tmp_path.glob("flash_kda-*.whl")
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(tmp_path / "site")
+    result = run("-m", "flash_kda", "--heads", "1", "--device", "cpu", cwd=tmp_path / "site")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "recurrence" in result.stdout

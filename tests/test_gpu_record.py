@@ -169,6 +169,12 @@ def benchmark_result(**change):
     return {"copy_bandwidth": 4.28e12, "rows": [row | change]}
 
 
+def fuzz_result(**change):
+    result = {"device": "cuda", "seed": 0, "cases": 2000, "schedules": {"sm90": 1100, "portable": 900}, "failures": []}
+    errors = {"worst of a (sequence, head)": {"random: out": 9e-3}, "root mean square": {"random: out": 3.6e-3}}
+    return result | errors | change
+
+
 @pytest.fixture
 def results(tmp_path):
     """A folder as tests/gpu.sh fills it, of a run in which everything passed."""
@@ -176,14 +182,19 @@ def results(tmp_path):
     passing = passing.replace('<error message="failed on setup">trace</error>', "")
     (tmp_path / "tests.xml").write_text(passing)
     (tmp_path / "benchmark.json").write_text(json.dumps(benchmark_result()))
-    (tmp_path / "memcheck.status").write_text("0\n")
-    (tmp_path / "memcheck.log").write_text("========= COMPUTE-SANITIZER\n29 calls\n========= ERROR SUMMARY: 0 errors\n")
-    (tmp_path / "racecheck.status").write_text("missing\n")
+    (tmp_path / "fuzz.json").write_text(json.dumps(fuzz_result()))
+    (tmp_path / "memcheck sm90.status").write_text("0\n")
+    (tmp_path / "memcheck sm90.log").write_text(
+        "========= COMPUTE-SANITIZER\n29 calls\n========= ERROR SUMMARY: 0 errors\n"
+    )
+    (tmp_path / "racecheck sm90.status").write_text("missing\n")
     return tmp_path
 
 
 def make(results, steps=(("tests", "ok"), ("benchmark", "ok"))):
-    return gpu_record.make_record([results / "tests.xml"], results / "benchmark.json", results, steps)
+    return gpu_record.make_record(
+        [results / "tests.xml"], results / "benchmark.json", results / "fuzz.json", results, steps
+    )
 
 
 class TestMaking:
@@ -209,10 +220,11 @@ class TestMaking:
         assert gpu_record.problems(record) == []
         assert json.loads(json.dumps(record)) == record
         assert record["csrc"] == tree_digest(gpu_record.ROOT / "csrc")
-        assert record["sanitizer"]["memcheck"] == {"status": "clean", "summary": "ERROR SUMMARY: 0 errors"}
-        assert record["sanitizer"]["racecheck"]["status"].startswith("not run")
+        assert record["sanitizer"]["memcheck sm90"] == {"status": "clean", "summary": "ERROR SUMMARY: 0 errors"}
+        assert record["sanitizer"]["racecheck sm90"]["status"].startswith("not run")
         text = gpu_record.summary(record)
         assert "result: passed" in text and len(text.splitlines()) < 100
+        assert "fuzz: seed 0, 2000 cases, 0 failed; worst of a (sequence, head): random: out 9.00e-03" in text
 
     @pytest.mark.parametrize(
         "file, content, found",
@@ -223,8 +235,11 @@ class TestMaking:
             ("tests.xml", "<testsuites/>", "no test passed"),
             ("benchmark.json", None, "benchmark: no results"),
             ("benchmark.json", json.dumps(benchmark_result(error="wrong result")), "benchmark 8192/96, random"),
-            ("memcheck.status", "9\n", "memcheck: exit status 9"),
-            ("memcheck.status", "124\n", "memcheck: timed out"),
+            ("fuzz.json", None, "fuzz: no results"),
+            ("fuzz.json", json.dumps(fuzz_result(cases=1999)), "fuzz: 1999 cases, fewer than 2000"),
+            ("fuzz.json", json.dumps(fuzz_result(failures=["a command"])), "fuzz: a command"),
+            ("memcheck sm90.status", "9\n", "memcheck sm90: exit status 9"),
+            ("memcheck sm90.status", "124\n", "memcheck sm90: timed out"),
         ],
     )
     def test_what_failed_is_in_the_record(self, results, file, content, found):
@@ -245,6 +260,8 @@ class TestMaking:
             "tests.xml",
             "--benchmark",
             "benchmark.json",
+            "--fuzz",
+            "fuzz.json",
             "--sanitizer",
             str(results),
         ]

@@ -137,3 +137,62 @@ def test_setup_clangd_writes_one_file(project):
     assert any(Path(folder, "cuda_runtime.h").is_file() for folder in folders)
     assert all(Path(folder).is_dir() for folder in folders)
     assert importlib.util.find_spec("torch") is None or any("torch" in folder for folder in folders)
+
+
+FAKE_PYTHON = r"""#!/usr/bin/env bash
+# Stands in for the Python of tests/gpu.sh: notes what it is asked to run, and fails where FAIL says.
+printf '%s\n' "$*" >>"$CALLS"
+case "$*" in
+*"sanitizer_grid.py --list"*) echo "portable sm90" ;;
+-c*) echo benchmarks/results/nvidia-h200.json ;;
+*"fuzz.py"*) echo fuzzing ;;
+*"test_fla.py"*"--ignore"*) ;;
+*"test_fla.py"*) sleep 0.3 && echo fla tests ;;
+esac
+[ -z "${FAIL:-}" ] || case "$*" in *$FAIL*) exit 3 ;; esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("fail", "step"),
+    [
+        ("nothing", None),
+        ("fuzz.py", "fuzz"),
+        ("failures.xml -o", "failures"),
+        ("fla.xml -o", "fla"),
+        ("tests.xml -o", "tests"),
+        ("benchmarks.run", "benchmark"),
+        ("benchmarks.compare", "compare"),
+    ],
+)
+def test_gpu_script_runs_every_step_and_records_how_it_ended(tmp_path, fail, step):
+    """tests/gpu.sh with stand-ins for the set-up, Python and compute-sanitizer."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "results" / "nvidia-h200.json").touch()
+    (tmp_path / "tests" / "gpu.sh").write_text((ROOT / "tests" / "gpu.sh").read_text())
+    (tmp_path / "tests" / "setup_env.sh").write_text(
+        f"ROOT={tmp_path}\nsetup_env() {{ cd {tmp_path}; PYTHON={tmp_path}/bin/python; }}\n"
+    )
+    sanitizer = '#!/bin/sh\nshift 4\nexec "$@"\n'
+    for name, text in (("python", FAKE_PYTHON), ("compute-sanitizer", sanitizer)):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "FAIL": fail}
+
+    result = run(tmp_path / "tests" / "gpu.sh", cwd=tmp_path, **environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    *_, record = (tmp_path / "calls").read_text().splitlines()
+    assert record.startswith("tests/gpu_record.py") and result.stdout.count("fla tests") == 1
+    steps = dict(text.split("=", 1) for text in re.findall(r"--step=(.+?=(?:ok|exit status \d+))", record))
+    expected = ["set-up and build", "tests", "failures", "fuzz", "fla", "benchmark", "compare"]
+    assert list(steps) == expected
+    assert {name for name, what in steps.items() if what != "ok"} == ({step} if step else set())
+    if step:
+        assert steps[step] == "exit status 3"
+    statuses = {path.stem: path.read_text().strip() for path in (tmp_path / "tests" / "output").glob("*.status")}
+    tools = ("memcheck", "racecheck", "initcheck", "synccheck")
+    assert statuses == {f"{tool} {schedule}": "0" for tool in tools for schedule in ("portable", "sm90")}
+    for option in ("--junit", "--benchmark", "--fuzz", "--sanitizer"):
+        assert f"{option} {tmp_path}/tests/output" in record
