@@ -187,12 +187,13 @@ def options_of(
 
 def run(arguments: tuple, options: Options) -> None:
     """`fwd` for its positional arguments, in order, and its options."""
-    plain = False
+    places = []
     if options is PLAIN:
         try:
-            plain = in_common_form(*arguments)
+            places = in_common_form(*arguments)
         except (AttributeError, TypeError, ValueError, RuntimeError):
             pass
+    plain = bool(places)
     if not plain:
         validate(*arguments, options)
     chosen = schedule()
@@ -212,13 +213,10 @@ def run(arguments: tuple, options: Options) -> None:
     device = q.get_device()
     state = final_state if initial_state is None else initial_state
     kernels = _extension or extension()
+    if not plain:
+        places = [number for x in (q, k, v, g, out, beta) for number in _place(x)]
     common = (
-        *_address(q),
-        *_address(k),
-        *_address(v),
-        *_address(g),
-        *_address(out),
-        *_address(beta),
+        *places,
         _pointer(A_log),
         _pointer(dt_bias),
         _pointer(initial_state),
@@ -295,6 +293,6 @@ def _pitch(state):
     return state.stride(0) if len(state) > 1 else 0
 
 
-def _address(x):
+def _place(x):
     """Address and batch, token and head strides in elements."""
     return x.data_ptr(), *x.stride()[:3]

@@ -47,8 +47,11 @@ _is_grad_enabled = torch.is_grad_enabled
 
 def in_common_form(
     q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens
-) -> bool:
-    """True if the call is legal, plain and usual: its address ranges do not meet those of the outputs.
+) -> list:
+    """Where q, k, v, g, out and beta lie, if the call is legal, plain and usual; else an empty list.
+
+    Four integers each: address, and batch, token and head strides in elements. Usual means that the address ranges of
+    the inputs do not meet those of the outputs.
 
     Plain is what the plain kernels serve: one head of q and k for each of v, bf16 tokens, the bounded gate with A_log
     and dt_bias [H, K], contiguous states and int64 cu_seqlens.
@@ -59,59 +62,63 @@ def in_common_form(
     device = q.device
     grad = _is_grad_enabled()
     for x in (q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens):
-        if x is not None and (type(x) not in _TENSOR_TYPES or x.device != device or (grad and x.requires_grad)):
-            return False
+        if x is None:
+            continue
+        if type(x) not in _TENSOR_TYPES or x.device != device or (grad and x.requires_grad):
+            return []
     if not (
         q.dtype is k.dtype is v.dtype is g.dtype is out.dtype is beta.dtype is _bfloat16
         and A_log.dtype is dt_bias.dtype is _float32
     ):
-        return False
+        return []
 
     shape = q.shape
     B, T, H, K = shape
     if not (shape == k.shape == v.shape == g.shape == out.shape and K == HEAD_DIM and H):
-        return False
+        return []
     if beta.shape != (B, T, H) or A_log.shape != (H,) or dt_bias.shape != (H, HEAD_DIM):
-        return False
+        return []
     # Only a view of a single number can be both contiguous and, as the imaginary part of a conjugate, lazily negated.
     if A_log.is_neg() or not (A_log.is_contiguous() and dt_bias.is_contiguous()):
-        return False
+        return []
 
     start, start_bias = A_log.data_ptr(), dt_bias.data_ptr()
     if not (start and start_bias):
-        return False
+        return []
     inputs = [(start, start + 4 * H), (start_bias, start_bias + 4 * H * HEAD_DIM)]
-    outputs = []
+    outputs, places = [], []
     for x, spans in ((q, inputs), (k, inputs), (v, inputs), (g, inputs), (out, outputs)):
         batch, token, head, channel = x.stride()
         start = x.data_ptr()
         if channel != 1 or not start or start & 15 or (batch | token | head) & 7:
-            return False
+            return []
         spans.append((start, start + 2 * ((B - 1) * batch + (T - 1) * token + (H - 1) * head + HEAD_DIM)))
+        places += (start, batch, token, head)
     # The strides of out: each dimension steps over the one inside it, in the order [B, T, H] or [B, H, T].
     if not (
         (head >= HEAD_DIM and token >= H * head and batch >= T * token)
         or (token >= HEAD_DIM and head >= T * token and batch >= H * head)
     ):
-        return False
+        return []
     batch, token, head = beta.stride()
     start = beta.data_ptr()
     if not start:
-        return False
+        return []
     inputs.append((start, start + 2 * ((B - 1) * batch + (T - 1) * token + (H - 1) * head + 1)))
+    places += (start, batch, token, head)
 
     N = B
     if cu_seqlens is not None:
         (entries,) = cu_seqlens.shape
         if cu_seqlens.dtype is not _int64 or B != 1 or not entries or not cu_seqlens.is_contiguous():
-            return False
+            return []
         N = entries - 1
         start = cu_seqlens.data_ptr()
         if not start:
-            return False
+            return []
         inputs.append((start, start + 8 * entries))
     if T > TOKENS_MAX or N * H > PAIRS_MAX or H > HEADS_MAX:
-        return False
+        return []
 
     dtype = None
     for x, spans in ((final_state, outputs), (initial_state, inputs)):
@@ -119,32 +126,34 @@ def in_common_form(
             continue
         start = x.data_ptr()
         if x.shape != (N, H, HEAD_DIM, HEAD_DIM) or not x.is_contiguous() or not start or start & 15:
-            return False
+            return []
         if dtype is None:
             dtype = x.dtype
             if dtype is not _float32 and dtype is not _bfloat16:
-                return False
+                return []
         elif x.dtype is not dtype:
-            return False
+            return []
         spans.append((start, start + N * H * HEAD_DIM * HEAD_DIM * (4 if dtype is _float32 else 2)))
 
     low, high = outputs[0]
     for start, end in inputs:
         if start < high and low < end:
-            return False
+            return []
     if len(outputs) == 2:
         low, high = outputs[1]
         inputs.append(outputs[0])
         for start, end in inputs:
             if start < high and low < end:
-                return False
+                return []
 
-    return (
+    if (
         type(scale) in _NUMBER_TYPES
         and type(lower_bound) in _NUMBER_TYPES
         and -FLOAT32_MAX <= scale <= FLOAT32_MAX
         and LOWER_BOUND_MIN <= lower_bound < 0
-    )
+    ):
+        return places
+    return []
 
 
 def validate(

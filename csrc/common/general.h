@@ -35,22 +35,28 @@ struct GeneralLaneGate {
   float4 bias;        // dt_bias; for the sigmoid, times its slope
   int rows_in_range;  // the first rows of the chunk whose G stays within the range of the factors
 
-  __device__ static GeneralLaneGate of(GeneralParams const& p, GateRows rows, int head, int lane) {
-    float const A_log = p.A_log == nullptr ? 0.f : p.A_log[head];
-    GeneralLaneGate gate = {rows, {0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}, 0};
-    if (p.dt_bias != nullptr) {
-      float const* const bias = p.dt_bias + int64_t(head) * kHeadDim + kLaneChannels * lane;
-      gate.bias = {bias[0], bias[1], bias[2], bias[3]};
+  // What it is made of, on its way from device memory.
+  struct Constants {
+    float A_log;
+    float4 bias;
+
+    __device__ static Constants of_head(GeneralParams const& p, int head, int lane) {
+      Constants c = {p.A_log == nullptr ? 0.f : p.A_log[head], {0.f, 0.f, 0.f, 0.f}};
+      if (p.dt_bias != nullptr) {
+        float const* const bias = p.dt_bias + int64_t(head) * kHeadDim + kLaneChannels * lane;
+        c.bias = {bias[0], bias[1], bias[2], bias[3]};
+      }
+      return c;
     }
+  };
+
+  __device__ static GeneralLaneGate of(GeneralParams const& p, GateRows rows, Constants const& c) {
     if (p.gate == GateKind::kSigmoid) {
-      Gate const sigmoid = Gate::of_head(A_log, p.lower_bound);
-      gate.constants = {sigmoid.slope, sigmoid.floor};
-      gate.bias = times(gate.bias, sigmoid.slope);
-    } else {
-      SoftplusGate const softplus = SoftplusGate::of_head(A_log);
-      gate.constants = {softplus.slope, softplus.A_log2};
+      Gate const sigmoid = Gate::of_head(c.A_log, p.lower_bound);
+      return {rows, {sigmoid.slope, sigmoid.floor}, times(c.bias, sigmoid.slope), 0};
     }
-    return gate;
+    SoftplusGate const softplus = SoftplusGate::of_head(c.A_log);
+    return {rows, {softplus.slope, softplus.A_log2}, c.bias, 0};
   }
 
   // From its place in the stage, or from device memory, where rows past the end are not there to be read.
@@ -60,38 +66,73 @@ struct GeneralLaneGate {
                     : float4{0.f, 0.f, 0.f, 0.f};
   }
 
-  // The log2 decays of a token under the unbounded gates.
-  __device__ float4 unbounded(GeneralParams const& p, Row raw) const {
-    if (p.gate == GateKind::kSoftplus) {
-      SoftplusGate const softplus = {constants.x, constants.y};
-      raw = plus(raw, bias);
-      float4 const z = times(raw, kLog2e);
-      constexpr float kBend = SoftplusGate::kBend;
-      if (fabsf(z.x) <= kBend && fabsf(z.y) <= kBend && fabsf(z.z) <= kBend && fabsf(z.w) <= kBend) {
-        return {softplus.at_the_bend(z.x), softplus.at_the_bend(z.y), softplus.at_the_bend(z.z),
-                softplus.at_the_bend(z.w)};
+  // The log2 decays of some tokens under the unbounded gates.
+  template <int kRows>
+  __device__ void unbounded(GeneralParams const& p, float4 (&decays)[kRows], Row const (&rows)[kRows]) const {
+    if (p.gate == GateKind::kLog) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float4 const x = times(rows[r], kLog2e);
+        decays[r] = {clamp_decay(x.x), clamp_decay(x.y), clamp_decay(x.z), clamp_decay(x.w)};
       }
-      return {softplus.anywhere(raw.x), softplus.anywhere(raw.y), softplus.anywhere(raw.z), softplus.anywhere(raw.w)};
+      return;
     }
-    raw = times(raw, kLog2e);
-    return {clamp_decay(raw.x), clamp_decay(raw.y), clamp_decay(raw.z), clamp_decay(raw.w)};
+    SoftplusGate const softplus = {constants.x, constants.y};
+    bool is_ordinary = true;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      decays[r] = times(plus(rows[r], bias), kLog2e);
+      constexpr float kBend = SoftplusGate::kBend;
+      is_ordinary = is_ordinary && fabsf(decays[r].x) <= kBend && fabsf(decays[r].y) <= kBend &&
+                    fabsf(decays[r].z) <= kBend && fabsf(decays[r].w) <= kBend;
+    }
+    if (is_ordinary) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        decays[r] = {softplus.at_the_bend(decays[r].x), softplus.at_the_bend(decays[r].y),
+                     softplus.at_the_bend(decays[r].z), softplus.at_the_bend(decays[r].w)};
+      }
+      return;
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float4 const x = plus(rows[r], bias);
+      decays[r] = {softplus.anywhere(x.x), softplus.anywhere(x.y), softplus.anywhere(x.z), softplus.anywhere(x.w)};
+    }
   }
 
   // The log2 decays of a token.
   __device__ float4 log2_decay(GeneralParams const& p, Row raw) const {
-    if (p.gate != GateKind::kSigmoid) return unbounded(p, raw);
-    return LaneGate{{constants.x, constants.y}, bias}.accumulated({0.f, 0.f, 0.f, 0.f}, raw);
+    if (p.gate == GateKind::kSigmoid) {
+      return LaneGate{{constants.x, constants.y}, bias}.accumulated({0.f, 0.f, 0.f, 0.f}, raw);
+    }
+    float4 decays[1];
+    unbounded(p, decays, {raw});
+    return decays[0];
   }
 
-  // The running log2 decay, one token further.
-  __device__ void accumulate(GeneralParams const& p, float4& sum, Row raw, bool is_valid) {
-    if (is_valid) {
-      sum = p.gate == GateKind::kSigmoid ? LaneGate{{constants.x, constants.y}, bias}.accumulated(sum, raw)
-                                         : plus(sum, unbounded(p, raw));
+  // After each row of a group, of which some are valid; `sum` is the one before it, and then the last.
+  __device__ void accumulate(GeneralParams const& p, float4 (&sums)[kGroupRows], float4& sum,
+                             Row const (&rows)[kGroupRows], int valid) {
+    if (p.gate == GateKind::kSigmoid) {
+      LaneGate const sigmoid = {{constants.x, constants.y}, bias};
+#pragma unroll
+      for (int r = 0; r < kGroupRows; ++r) {
+        float4 const further = sigmoid.accumulated(sum, rows[r]);
+        sums[r] = sum = r < valid ? further : sum;
+      }
+      return;  // always in range
     }
-    // Just past what the bounded gate reaches in a chunk. A NaN is out of range.
-    constexpr float kWeakest = -116.f;
-    rows_in_range += sum.x >= kWeakest && sum.y >= kWeakest && sum.z >= kWeakest && sum.w >= kWeakest;
+    float4 decays[kGroupRows];
+    unbounded(p, decays, rows);
+#pragma unroll
+    for (int r = 0; r < kGroupRows; ++r) {
+      float4 const further = plus(sum, decays[r]);
+      sums[r] = sum = r < valid ? further : sum;
+      // Just past what the bounded gate reaches in a chunk. A NaN is out of range.
+      constexpr float kWeakest = -116.f;
+      rows_in_range += sum.x >= kWeakest && sum.y >= kWeakest && sum.z >= kWeakest && sum.w >= kWeakest;
+    }
   }
 };
 
@@ -150,7 +191,9 @@ __device__ __forceinline__ void exact_factors(GeneralParams const& p, Stage& sta
   bf16 const* const g = first_row<bf16 const>(p.g, chunk, head) + channel;
   auto const decay_of = [&](int row) {
     auto const* const staged = reinterpret_cast<uint2 const*>(g + row * p.g.token_stride);  // if bf16
-    return gate.unbounded(p, gate.load(p, staged, token + row, true));
+    float4 decays[1];
+    gate.unbounded(p, decays, {gate.load(p, staged, token + row, true)});
+    return decays[0];
   };
 
 #pragma unroll 1
@@ -197,6 +240,7 @@ __device__ __forceinline__ void make_factors(GeneralParams const& p, Stage& stag
                                              GateRows const& gate_rows, GeneralBeta const& beta, float logit, int head,
                                              int token, int valid, int lane) {
   lane = opaque(lane);
+  auto const constants = GeneralLaneGate::Constants::of_head(p, head, lane);  // first: they come from far
   if (p.normalise) {
     query_norms(stage, scratch, p.scale, lane);
   } else if (lane < kChunk) {
@@ -204,7 +248,7 @@ __device__ __forceinline__ void make_factors(GeneralParams const& p, Stage& stag
   }
   if (lane < kChunk) scratch.beta[lane] = lane < valid ? beta.activated(p, logit) : 0.f;
   __syncwarp();
-  GeneralLaneGate gate = GeneralLaneGate::of(p, gate_rows, head, lane);
+  GeneralLaneGate gate = GeneralLaneGate::of(p, gate_rows, constants);
   factors(p, stage, scratch, gate, token, valid, opaque(lane));
   int const in_range = __reduce_min_sync(0xffffffff, gate.rows_in_range);
   if (lane == 0) scratch.rows_in_range = in_range;
@@ -215,10 +259,11 @@ __device__ __forceinline__ void make_matrices(GeneralParams const& p, Stage& sta
                                               KeyNorms& key_norms, ChunkOrigin const& origin, int lane) {
   gram(stage, scratch, key_norms, p.normalise, opaque(lane));
   __syncwarp();
-  if (scratch.rows_in_range < kChunk && p.gate != GateKind::kSigmoid) {
+  if (p.gate != GateKind::kSigmoid && scratch.rows_in_range < kChunk) {
     GateRows const rows = GateRows::of(p, find_sequence(p, origin.sequence_index), origin.head, opaque(lane));
-    exact_factors(p, stage, scratch, key_norms, GeneralLaneGate::of(p, rows, origin.head, opaque(lane)), origin,
-                  scratch.rows_in_range, opaque(lane));
+    auto const constants = GeneralLaneGate::Constants::of_head(p, origin.head, opaque(lane));
+    exact_factors(p, stage, scratch, key_norms, GeneralLaneGate::of(p, rows, constants), origin, scratch.rows_in_range,
+                  opaque(lane));
     __syncwarp();
   }
   invert(stage, scratch, key_norms, opaque(lane));

@@ -11,6 +11,9 @@ namespace flash_kda {
 
 // Outside of matrix fragments a lane owns channels 4 lane .. 4 lane + 3 of every row.
 constexpr int kLaneChannels = kHeadDim / kWarp;
+// Rows go in groups of half the swizzle's period: all of a group is loaded before any of it is stored, since the
+// compiler has to keep that order, and their gates do not wait for each other.
+constexpr int kGroupRows = 4;
 // From a place among the k rows of a stage to the same among its q and g rows.
 constexpr int kToQuery = tile_offset<kTileRows>(kQueryRow, 0);
 constexpr int kToGate = tile_offset<kTileRows>(kGateRow, 0);
@@ -71,7 +74,12 @@ struct LaneGate {
     return {gate.accumulate(raw.x, shifted_bias.x, sum.x), gate.accumulate(raw.y, shifted_bias.y, sum.y),
             gate.accumulate(raw.z, shifted_bias.z, sum.z), gate.accumulate(raw.w, shifted_bias.w, sum.w)};
   }
-  __device__ void accumulate(FwdParams const&, float4& sum, Row row, bool) const { sum = accumulated(sum, widen(row)); }
+  // After each row of a group; `sum` is the one before it, and then the last.
+  __device__ void accumulate(FwdParams const&, float4 (&sums)[kGroupRows], float4& sum, Row const (&rows)[kGroupRows],
+                             int) const {
+#pragma unroll
+    for (int r = 0; r < kGroupRows; ++r) sums[r] = sum = accumulated(sum, widen(rows[r]));
+  }
 
   __device__ void prefetch(FwdParams const&, int, int) const {}
 };
@@ -96,12 +104,11 @@ struct Beta {
 __device__ __forceinline__ float inverse_norm(float square_sum) { return rsqrt_approx(__fadd_rn(square_sum, 1e-6f)); }
 
 // G of the chunk's first rows, which are raw still: of a chunk that ends before its last row.
-template <class Params, class LaneGate>
-__device__ __forceinline__ float4 sum_gates(Params const& p, Stage& stage, LaneGate& gate, int rows, int channel) {
+__device__ __forceinline__ float4 sum_gates(Stage& stage, LaneGate const& gate, int rows, int channel) {
   float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
   for (int row = 0; row < rows; ++row) {
-    gate.accumulate(p, sum, *reinterpret_cast<uint2 const*>(stage.rows.at(kGateRow + row, channel)), true);
+    sum = gate.accumulated(sum, widen(*reinterpret_cast<uint2 const*>(stage.rows.at(kGateRow + row, channel))));
   }
   return sum;
 }
@@ -127,9 +134,7 @@ __device__ __forceinline__ void query_norms(Stage& stage, Scratch& scratch, floa
 template <class Params, class LaneGate>
 __device__ __forceinline__ void factors(Params const& p, Stage& stage, Scratch const& scratch, LaneGate& gate,
                                         int token, int valid, int lane) {
-  // Rows go in groups: all of a group is loaded before any of it is stored, since the compiler has to keep that order,
-  // and their sigmoids do not wait for each other. Half the swizzle's period of eight rows.
-  constexpr int kRows = 4;
+  constexpr int kRows = kGroupRows;
   int const channel = kLaneChannels * lane;
   char* const rows = reinterpret_cast<char*>(stage.rows.data);
   auto const row_at = [&](int offset, int to) {
@@ -141,7 +146,7 @@ __device__ __forceinline__ void factors(Params const& p, Stage& stage, Scratch c
 
   float4 total = {0.f, 0.f, 0.f, 0.f};  // G after the last row that is valid
   if constexpr (LaneGate::kPaddingDecays) {
-    if (valid < kChunk) total = sum_gates(p, stage, gate, valid, channel);
+    if (valid < kChunk) total = sum_gates(stage, gate, valid, channel);
   }
 
   float4 sum = {0.f, 0.f, 0.f, 0.f};  // G
@@ -157,12 +162,10 @@ __device__ __forceinline__ void factors(Params const& p, Stage& stage, Scratch c
     float4 const norm4 = *reinterpret_cast<float4 const*>(&scratch.query_norm[first]);
     float const norm[kRows] = {norm4.x, norm4.y, norm4.z, norm4.w};
     float4 exponent[kRows];
+    gate.accumulate(p, exponent, sum, g_row, valid - first);
+    // The sum itself stays unshifted: added to 57, slow decays would lose their last bits.
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      gate.accumulate(p, sum, g_row[r], first + r < valid);
-      // The sum itself stays unshifted: added to 57, slow decays would lose their last bits.
-      exponent[r] = plus(sum, kShift);
-    }
+    for (int r = 0; r < kRows; ++r) exponent[r] = plus(exponent[r], kShift);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       float4 const shrink = exp2_approx(exponent[r]), grow = exp2_approx(minus(exponent[r]));

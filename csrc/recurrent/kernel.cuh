@@ -94,7 +94,8 @@ __global__ void __launch_bounds__(kThreads, kCtas) fwd_kernel(__grid_constant__ 
   bf16 const* const v = first_row<bf16 const>(p.v, sequence, head) + first_value + lane / 2;
   bf16 const* const g = first_row<bf16 const>(p.g, sequence, head) + channel;  // if bf16
   bf16* const out = first_row<bf16>(p.out, sequence, head) + first_value + lane / 2;
-  GeneralLaneGate const gate = GeneralLaneGate::of(p, GateRows::of(p, sequence, head, lane), head, lane);
+  GeneralLaneGate const gate =
+      GeneralLaneGate::of(p, GateRows::of(p, sequence, head, lane), GeneralLaneGate::Constants::of_head(p, head, lane));
   GeneralBeta const beta = GeneralBeta::of(p, sequence, head);
   auto const load = [&](int t) -> Token {
     return {*reinterpret_cast<uint2 const*>(k + t * p.k.token_stride),

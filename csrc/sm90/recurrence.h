@@ -89,19 +89,18 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
   int const row = out_lane / 2, column = 8 * (out_lane % 2);
   bf16* out = first_row<bf16>(p.out, item.sequence, item.head) + row * p.out.token_stride + warp_value + column;
   BlockPlace const place = BlockPlace::of_b(lane);
-  // A chunk's O waits in the out tile until the next chunk begins, and then in registers, if there are enough, until
-  // that one's first products run. `left` tokens were left with that chunk; 0 if there was none.
-  constexpr bool kFetchOutEarly = Config::kIsSplit || !kIsGeneral<Params>;
+  // A chunk's O waits in the out tile until the next chunk begins and, where registers are plenty, in them until that
+  // one's first products run. `left` tokens were left with that chunk.
+  constexpr bool kFetchOutEarly = Config::kIsSplit;
+  uint4 out_values;
   auto const fetch_out = [&](int left) {
-    uint4 values = {0, 0, 0, 0};
     __syncwarp();  // every lane has written the out tile
-    if (row < left) values = *reinterpret_cast<uint4 const*>(out_tile.at(row, column));
-    __syncwarp();  // every lane has read it
-    return values;
+    if (row < left) out_values = *reinterpret_cast<uint4 const*>(out_tile.at(row, column));
   };
-  auto const store_out = [&](uint4 values, int left) {
-    if (row < left) *reinterpret_cast<uint4*>(out) = values;
-    if (left > 0) out += kChunk * p.out.token_stride;
+  auto const store_out = [&](int left) {
+    if (row < left) *reinterpret_cast<uint4*>(out) = out_values;
+    out += kChunk * p.out.token_stride;
+    __syncwarp();  // every lane has read the out tile
   };
 
 #pragma unroll 1
@@ -112,9 +111,8 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
 
 #pragma unroll
     for (int i = 0; i < kHeadDim / 4; ++i) s_bits[i] = pack_bf16(state(2 * i), state(2 * i + 1));
-    int const left_before = left < item.length() ? left + kChunk : 0;
-    uint4 out_before;
-    if constexpr (kFetchOutEarly) out_before = fetch_out(left_before);
+    bool const has_before = left < item.length();
+    if (kFetchOutEarly && has_before) fetch_out(left + kChunk);
     shared.full[s].wait(ring.use % 2);
     uint32_t v[4];
     load_matrices_transposed(v, shared.v[s].at(place.row, 16 * warp + place.column));
@@ -141,8 +139,10 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
       contract.accumulate_ = GMMA::ScaleOut::One;
     }
     warpgroup_commit_batch();
-    if constexpr (!kFetchOutEarly) out_before = fetch_out(left_before);
-    store_out(out_before, left_before);
+    if (has_before) {
+      if constexpr (!kFetchOutEarly) fetch_out(left + kChunk);
+      store_out(left + kChunk);
+    }
     warpgroup_wait<0>();
     warpgroup_fence_operand(xo);
 #pragma unroll
@@ -222,7 +222,8 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
   }
   if (!is_empty) {
     int const left = (item.length() - 1) % kChunk + 1;
-    store_out(fetch_out(left), left);
+    fetch_out(left);
+    store_out(left);
   }
 
   store_final_state(state_rows, p, item.sequence_index, item.head, warp_value, is_empty ? 1.f : kShiftUp, lane);
