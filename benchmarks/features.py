@@ -4,6 +4,7 @@
 
 - Gates: 8192 tokens x 96 heads, the plain call, the same through the general kernels, and the softplus gate with the
   ordinary decays of trained models, each over the plain call's time.
+- bf16 states: the many-heads cases of benchmarks.run with bf16 instead of fp32 states, in and out.
 - Decoding: states of a pool updated in place, as a share of the copy bandwidth measured in the same run on the bytes
   that must move, with FLA's fused_recurrent_kda (which reads and writes the same states, out of place) beside it.
 """
@@ -14,11 +15,12 @@ import math
 from pathlib import Path
 
 import torch
-from inputs import HEAD_DIM, make_inputs
+from inputs import GATE_KINDS, HEAD_DIM, cu_seqlens_of, make_inputs
 from rich.console import Console
 from rich.table import Table
 
 import flash_kda
+from benchmarks.cases import CASES
 from benchmarks.timing import copy_bandwidth, gpu_times
 
 DECODING = ((256, 32, 1), (512, 96, 1), (256, 32, 4), (128, 96, 16))  # sequences, heads, tokens of each
@@ -51,6 +53,23 @@ def gate_rows():
         rows.append({"case": name, "gpu_us": times.median, "least_us": times.least})
     for row in rows:
         row["over_plain"] = row["gpu_us"] / rows[0]["gpu_us"]
+    return rows
+
+
+def bf16_state_rows():
+    """GPU times of the many-heads cases with bf16 states, as rows."""
+    rows = []
+    for case in CASES:
+        if case.table != "many heads":
+            continue
+        N = len(case.lengths)
+        cu_seqlens = cu_seqlens_of(case.lengths, "cuda") if N > 1 else None
+        for gate in GATE_KINDS:
+            x = make_inputs(gate, 1, case.tokens, case.heads, "cuda", 0, torch.bfloat16, N=N)
+            outputs = {"out": torch.empty_like(x["v"]), "final_state": torch.empty_like(x["initial_state"])}
+            arguments = x | outputs | {"cu_seqlens": cu_seqlens}
+            times = gpu_times([lambda arguments=arguments: flash_kda.fwd(**arguments)])
+            rows.append({"case": case.name, "gate": gate, "gpu_us": times.median, "least_us": times.least})
     return rows
 
 
@@ -113,12 +132,13 @@ def main():
         "torch": torch.__version__,
         "copy_bandwidth": bandwidth,
         "gates": gate_rows(),
+        "bf16_states": bf16_state_rows(),
         "decoding": decoding_rows(bandwidth),
     }
     console = Console()
-    console.print(
-        table_of("8192 tokens x 96 heads", result["gates"]), table_of("decoding in place", result["decoding"])
-    )
+    titles = {"gates": "8192 tokens x 96 heads", "bf16_states": "bf16 states", "decoding": "decoding in place"}
+    for name, title in titles.items():
+        console.print(table_of(title, result[name]))
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -9,7 +9,7 @@ FUZZ_CASES=2000
 FUZZ_SEED=0
 FUZZ_SECONDS=170
 # FLA compiles and tunes its kernels for every shape, for minutes: ours are measured first, FLA as far as this reaches.
-BENCHMARK_SECONDS=240
+BENCHMARK_SECONDS=150
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 export FLASH_KDA_TEST_OUTPUT=$ROOT/tests/output
@@ -26,7 +26,7 @@ write_record() {
     if [ ${#steps[@]} = 0 ]; then steps=("set-up and build=exit status $status"); fi
     [ -n "${PYTHON:-}" ] || exit "$status"
     "$PYTHON" tests/gpu_record.py --junit "$output/tests.xml" --junit "$output/fla.xml" \
-        --junit "$output/failures.xml" --benchmark "$output/benchmark.json" --fuzz "$output/fuzz.json" \
+        --junit "$output/failures.xml" --benchmark "$output/benchmark.json" --features "$output/features.json" --fuzz "$output/fuzz.json" \
         --sanitizer "$output" "${steps[@]/#/--step=}" || exit 1
     exit 0
 }
@@ -103,6 +103,7 @@ run_step tests run_tests tests tests --ignore=tests/test_fla.py --ignore=tests/t
 for name in failures fuzz fla; do end_step "$name"; done
 wait
 run_step benchmark "$PYTHON" -m benchmarks.run --seconds "$BENCHMARK_SECONDS" --json "$output/benchmark.json"
+run_step features "$PYTHON" -m benchmarks.features --json "$output/features.json"
 # A guard against regressions: the landed results of this device, where there are any. Single runs of a case spread by
 # up to 12 %, so that is not what it may trip on.
 landed=$("$PYTHON" -c 'import torch; from benchmarks.files import landed; print(landed(torch.cuda.get_device_name()))')

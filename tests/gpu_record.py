@@ -145,7 +145,7 @@ def describe(error):
     return f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
 
 
-def make_record(junit, benchmark, fuzz, sanitizer, steps):
+def make_record(junit, benchmark, features, fuzz, sanitizer, steps):
     """The record of one gpu.sh run; steps: {step: "ok" or what went wrong}. A missing file is a step that failed."""
     steps = dict(steps)
     tests, errors, notes = {"run": 0, "passed": 0, "failed": 0, "skipped": 0, "unpassed": []}, {}, {}
@@ -153,8 +153,8 @@ def make_record(junit, benchmark, fuzz, sanitizer, steps):
         tests, errors, notes = read_junit(junit)
     except (OSError, ElementTree.ParseError) as error:
         steps["tests"] = f"no results: {describe(error)}"
-    results = {"benchmark": {}, "fuzz": None}
-    for name, path in (("benchmark", benchmark), ("fuzz", fuzz)):
+    results = {"benchmark": {}, "features": {}, "fuzz": None}
+    for name, path in (("benchmark", benchmark), ("features", features), ("fuzz", fuzz)):
         try:
             results[name] = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
@@ -191,6 +191,16 @@ def summary(record):
     lines += [
         f"compute-sanitizer {tool}: {x['status']}; {x['summary'][:120]}" for tool, x in record["sanitizer"].items()
     ]
+    features = record.get("features", {})
+    for row in features.get("gates", []):
+        lines.append(f"features: {row['case']}: {row['gpu_us']:.0f} us, {row['over_plain']:.2f} times plain")
+    for row in features.get("decoding", []):
+        share = f"{row['share_of_bandwidth']:.0%} of the copy bandwidth"
+        lines.append(f"features: decoding {row['case']}, {row['peer']}: {row['gpu_us']:.0f} us, {share}")
+    if states := features.get("bf16_states"):
+        lines.append(
+            "features: bf16 states in us: " + ", ".join(f"{x['case']} {x['gate']} {x['gpu_us']:.0f}" for x in states)
+        )
     if fuzz := record["fuzz"]:
         worst = sorted(fuzz["worst of a (sequence, head)"].items(), key=lambda item: -item[1])[:2]
         lines.append(
@@ -240,6 +250,7 @@ def main():
     parser = argparse.ArgumentParser(description="Writes tests/gpu_record.json; called by tests/gpu.sh alone.")
     parser.add_argument("--junit", required=True, action="append", help="pytest's JUnit XML, of one run or several")
     parser.add_argument("--benchmark", required=True, help="JSON of python -m benchmarks.run")
+    parser.add_argument("--features", required=True, help="JSON of python -m benchmarks.features")
     parser.add_argument("--fuzz", required=True, help="JSON of tests/fuzz.py")
     parser.add_argument("--sanitizer", required=True, help="folder of TOOL.status and TOOL.log")
     parser.add_argument("--step", type=step, action="append", default=[], help="NAME=ok, or NAME=what went wrong")
@@ -248,7 +259,14 @@ def main():
         parser.error(
             "no GPU that PyTorch can use: there is nothing to record, and tests/gpu_record.json stays as it is"
         )
-    record = make_record(arguments.junit, arguments.benchmark, arguments.fuzz, arguments.sanitizer, arguments.step)
+    record = make_record(
+        arguments.junit,
+        arguments.benchmark,
+        arguments.features,
+        arguments.fuzz,
+        arguments.sanitizer,
+        arguments.step,
+    )
     RECORD.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     print(summary(record))
     return 1 if problems(record) else 0

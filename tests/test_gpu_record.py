@@ -175,6 +175,13 @@ def fuzz_result(**change):
     return result | errors | change
 
 
+FEATURES = {
+    "gates": [{"case": "plain", "gpu_us": 460.0, "over_plain": 1.0}],
+    "decoding": [{"case": "256 x 1", "peer": "flash_kda", "gpu_us": 290.0, "share_of_bandwidth": 0.87}],
+    "bf16_states": [{"case": "8192/96", "gate": "random", "gpu_us": 455.0}],
+}
+
+
 @pytest.fixture
 def results(tmp_path):
     """A folder as tests/gpu.sh fills it, of a run in which everything passed."""
@@ -182,6 +189,7 @@ def results(tmp_path):
     passing = passing.replace('<error message="failed on setup">trace</error>', "")
     (tmp_path / "tests.xml").write_text(passing)
     (tmp_path / "benchmark.json").write_text(json.dumps(benchmark_result()))
+    (tmp_path / "features.json").write_text(json.dumps(FEATURES))
     (tmp_path / "fuzz.json").write_text(json.dumps(fuzz_result()))
     (tmp_path / "memcheck sm90.status").write_text("0\n")
     (tmp_path / "memcheck sm90.log").write_text(
@@ -193,7 +201,12 @@ def results(tmp_path):
 
 def make(results, steps=(("tests", "ok"), ("benchmark", "ok"))):
     return gpu_record.make_record(
-        [results / "tests.xml"], results / "benchmark.json", results / "fuzz.json", results, steps
+        [results / "tests.xml"],
+        results / "benchmark.json",
+        results / "features.json",
+        results / "fuzz.json",
+        results,
+        steps,
     )
 
 
@@ -224,6 +237,7 @@ class TestMaking:
         assert record["sanitizer"]["racecheck sm90"]["status"].startswith("not run")
         text = gpu_record.summary(record)
         assert "result: passed" in text and len(text.splitlines()) < 100
+        assert "features: decoding 256 x 1, flash_kda: 290 us, 87% of the copy bandwidth" in text
         assert "fuzz: seed 0, 2000 cases, 0 failed; worst of a (sequence, head): random: out 9.00e-03" in text
 
     @pytest.mark.parametrize(
@@ -235,6 +249,7 @@ class TestMaking:
             ("tests.xml", "<testsuites/>", "no test passed"),
             ("benchmark.json", None, "benchmark: no results"),
             ("benchmark.json", json.dumps(benchmark_result(error="wrong result")), "benchmark 8192/96, random"),
+            ("features.json", None, "features: no results"),
             ("fuzz.json", None, "fuzz: no results"),
             ("fuzz.json", json.dumps(fuzz_result(cases=1999)), "fuzz: 1999 cases, fewer than 2000"),
             ("fuzz.json", json.dumps(fuzz_result(failures=["a command"])), "fuzz: a command"),
@@ -260,6 +275,8 @@ class TestMaking:
             "tests.xml",
             "--benchmark",
             "benchmark.json",
+            "--features",
+            "features.json",
             "--fuzz",
             "fuzz.json",
             "--sanitizer",

@@ -162,6 +162,7 @@ esac
         ("fla.xml -o", "fla"),
         ("tests.xml -o", "tests"),
         ("benchmarks.run", "benchmark"),
+        ("benchmarks.features", "features"),
         ("benchmarks.compare", "compare"),
     ],
 )
@@ -186,7 +187,7 @@ def test_gpu_script_runs_every_step_and_records_how_it_ended(tmp_path, fail, ste
     *_, record = (tmp_path / "calls").read_text().splitlines()
     assert record.startswith("tests/gpu_record.py") and result.stdout.count("fla tests") == 1
     steps = dict(text.split("=", 1) for text in re.findall(r"--step=(.+?=(?:ok|exit status \d+))", record))
-    expected = ["set-up and build", "tests", "failures", "fuzz", "fla", "benchmark", "compare"]
+    expected = ["set-up and build", "tests", "failures", "fuzz", "fla", "benchmark", "features", "compare"]
     assert list(steps) == expected
     assert {name for name, what in steps.items() if what != "ok"} == ({step} if step else set())
     if step:
@@ -194,5 +195,5 @@ def test_gpu_script_runs_every_step_and_records_how_it_ended(tmp_path, fail, ste
     statuses = {path.stem: path.read_text().strip() for path in (tmp_path / "tests" / "output").glob("*.status")}
     tools = ("memcheck", "racecheck", "initcheck", "synccheck")
     assert statuses == {f"{tool} {schedule}": "0" for tool in tools for schedule in ("portable", "sm90")}
-    for option in ("--junit", "--benchmark", "--fuzz", "--sanitizer"):
+    for option in ("--junit", "--benchmark", "--features", "--fuzz", "--sanitizer"):
         assert f"{option} {tmp_path}/tests/output" in record

@@ -129,9 +129,18 @@ struct GeneralLaneGate {
     for (int r = 0; r < kGroupRows; ++r) {
       float4 const further = plus(sum, decays[r]);
       sums[r] = sum = r < valid ? further : sum;
-      // Just past what the bounded gate reaches in a chunk. A NaN is out of range.
-      constexpr float kWeakest = -116.f;
-      rows_in_range += sum.x >= kWeakest && sum.y >= kWeakest && sum.z >= kWeakest && sum.w >= kWeakest;
+    }
+    // Just past what the bounded gate reaches in a chunk. A NaN is out of range. Sums fall from row to row, so that the
+    // last one mostly tells for all.
+    constexpr float kWeakest = -116.f;
+    auto const is_in_range = [](float4 x) {
+      return x.x >= kWeakest && x.y >= kWeakest && x.z >= kWeakest && x.w >= kWeakest;
+    };
+    if (is_in_range(sum)) {
+      rows_in_range += kGroupRows;
+    } else {
+#pragma unroll
+      for (int r = 0; r < kGroupRows; ++r) rows_in_range += is_in_range(sums[r]);
     }
   }
 };
