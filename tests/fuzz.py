@@ -29,6 +29,9 @@ from collections import Counter
 from itertools import accumulate
 from pathlib import Path
 
+# Without an installed package, that of the folder that this file is in.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import schedules
 import torch
 from accuracy import BOUNDS, NO_DECAY_BOUNDS

@@ -161,13 +161,21 @@ def test_portable_kernels_use_the_tensor_cores(kernels):
     assert [key for key, body in portable.items() if "HMMA" not in opcodes(body)] == []
 
 
-def test_sm90_kernels_use_wgmma_tma_and_their_registers(build_info, kernels):
-    """Matrix products by wgmma (HGMMA), loads by TMA (UTMALDG), registers traded between roles (USETMAXREG)."""
+def test_sm90_kernels_use_wgmma_tma_and_their_registers_or_cluster(build_info, kernels):
+    """Matrix products by wgmma (HGMMA) and loads by TMA (UTMALDG).
+
+    Where a CTA has whole pairs, roles trade registers (USETMAXREG). Where a cluster shares one, registers are plenty,
+    and the factors go from CTA to CTA in bulk copies (UBLKCP) between cluster barriers (UCGABAR).
+    """
     sm90 = {key: body for key, body in kernels.items() if "4sm90" in key[1]}
     assert {arch for arch, _ in sm90} == {"90a"} & set(build_info["archs"])
-    assert {key: {"HGMMA", "UTMALDG", "USETMAXREG"} - opcodes(body) for key, body in sm90.items()} == {
-        key: set() for key in sm90
-    }
+    always, whole, split = {"HGMMA", "UTMALDG"}, {"USETMAXREG"}, {"UBLKCP", "UCGABAR_ARV", "UCGABAR_WAIT"}
+    for sharing, own in (("7SharingE0E", whole), ("7SharingE1E", split)):  # kWhole and kSplit of csrc/sm90/config.h
+        bodies = {key: body for key, body in sm90.items() if sharing in key[1]}
+        assert len(bodies) == (2 if sm90 else 0), "expected one for plain parameters, and one for general ones"
+        assert {key: opcodes(body) & (always | whole | split) for key, body in bodies.items()} == {
+            key: always | own for key in bodies
+        }
 
 
 def build_log() -> list[str]:

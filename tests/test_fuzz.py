@@ -1,12 +1,16 @@
 """Short runs of the fuzzer, and that it finds faults. The long run is tests/gpu.sh's: 2000 cases."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import fuzz
 import pytest
 import torch
 from inputs import HEAD_DIM
+from project_copy import ROOT
 
 import flash_kda
 
@@ -231,6 +235,13 @@ def test_the_reference_of_many_cases_at_once_is_that_of_each():
 
 
 class TestCommandLine:
+    def test_needs_no_installed_package(self, tmp_path):
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [sys.executable, ROOT / "tests" / "fuzz.py", "--cases", "1", "--device", "cpu"]
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        assert "seed 0: 1 cases on cpu" in result.stdout
+
     def test_json_and_exit_status(self, tmp_path, capsys):
         path = tmp_path / "fuzz.json"
         assert fuzz.main(["--cases", "3", "--seed", "5", "--device", "cpu", "--json", str(path)]) == 0
