@@ -78,6 +78,8 @@ struct GeneralLaneGate {
       return;
     }
     SoftplusGate const softplus = {constants.x, constants.y};
+    // One way or the other for all rows: where both are right they agree to the bit, so that a row still does not
+    // depend on what follows it.
     bool is_ordinary = true;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -114,22 +116,27 @@ struct GeneralLaneGate {
   // After each row of a group, of which some are valid; `sum` is the one before it, and then the last.
   __device__ void accumulate(GeneralParams const& p, float4 (&sums)[kGroupRows], float4& sum,
                              Row const (&rows)[kGroupRows], int valid) {
+    // The others do not decay. Mostly there are none.
+    auto const run = [&](auto const& further) {
+      if (valid >= kGroupRows) {
+#pragma unroll
+        for (int r = 0; r < kGroupRows; ++r) sums[r] = sum = further(r);
+      } else {
+#pragma unroll
+        for (int r = 0; r < kGroupRows; ++r) {
+          if (r < valid) sum = further(r);
+          sums[r] = sum;
+        }
+      }
+    };
     if (p.gate == GateKind::kSigmoid) {
       LaneGate const sigmoid = {{constants.x, constants.y}, bias};
-#pragma unroll
-      for (int r = 0; r < kGroupRows; ++r) {
-        float4 const further = sigmoid.accumulated(sum, rows[r]);
-        sums[r] = sum = r < valid ? further : sum;
-      }
+      run([&](int r) { return sigmoid.accumulated(sum, rows[r]); });
       return;  // always in range
     }
     float4 decays[kGroupRows];
     unbounded(p, decays, rows);
-#pragma unroll
-    for (int r = 0; r < kGroupRows; ++r) {
-      float4 const further = plus(sum, decays[r]);
-      sums[r] = sum = r < valid ? further : sum;
-    }
+    run([&](int r) { return plus(sum, decays[r]); });
     // Just past what the bounded gate reaches in a chunk. A NaN is out of range. Sums fall from row to row, so that the
     // last one mostly tells for all.
     constexpr float kWeakest = -116.f;

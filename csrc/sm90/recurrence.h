@@ -114,6 +114,7 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
     bool const has_before = left < item.length();
     if (kFetchOutEarly && has_before) fetch_out(left + kChunk);
     shared.full[s].wait(ring.use % 2);
+    bool const decay_first = kIsGeneral<Params> && stage.decay.comes_first();
     uint32_t v[4];
     load_matrices_transposed(v, shared.v[s].at(place.row, 16 * warp + place.column));
     if (left < kChunk) {  // rows past the end hold anything
@@ -192,7 +193,6 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
         state(4 * j + 2) = __fmul_rn(state(4 * j + 2), d.x), state(4 * j + 3) = __fmul_rn(state(4 * j + 3), d.y);
       }
     };
-    bool const decay_first = kIsGeneral<Params> && stage.decay.comes_first();
     if (decay_first) {
       fetch_decay();
       apply_decay(true);
