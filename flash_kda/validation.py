@@ -13,7 +13,7 @@ HEAD_DIM = 128
 LOWER_BOUND_MIN = -5.0
 ALIGNMENT = 16  # bytes: the kernels move rows in 16-byte pieces
 FLOAT32_MAX = torch.finfo(torch.float32).max
-# The kernels count a sequence's tokens, in steps of up to 176, the pairs and a head's offset in dt_bias in 32 bits.
+# The kernels count a sequence's tokens, in steps of up to 128, the pairs and the heads in 32 bits.
 TOKENS_MAX = 2**31 - 256
 PAIRS_MAX = 2**31 - 1
 HEADS_MAX = 2**24 - 1

@@ -1,8 +1,10 @@
 // flash_kda._C: addresses, sizes and strides in, errors out. It never sees a tensor, so one build serves every PyTorch.
+#include <cuda.h>
 #include <cuda_runtime.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <atomic>
 #include <initializer_list>
 #include <sstream>
 #include <stdexcept>
@@ -11,6 +13,7 @@
 #include <vector>
 
 #include "api/schedule.h"
+#include "common/driver.h"
 #include "params.h"
 
 #ifndef FLASH_KDA_ARCHS
@@ -55,23 +58,36 @@ void check(cudaError_t status, char const* action) {
                            "; rebuild with FLASH_KDA_CUDA_ARCHS naming this device's arch (90a, 100a, 103a or 120a)");
 }
 
-// Makes `device` current, and the caller's device current again. Also where it is current already: a thread that has
-// not called CUDA yet has a device, but no context, and tensor maps are not encoded without one.
+// Makes `device` current where it is not, and the caller's context current again. A thread that has not called CUDA yet
+// has a device, but no context, and tensor maps are not encoded without one. A context that the caller has made current
+// on the device stays, whichever it is: cudaSetDevice would put the primary one in its place.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(int device) : device_(device) {
-    check(cudaGetDevice(&previous_), "cudaGetDevice");
+  explicit DeviceGuard(int device) {
+    auto const get_current = find_driver_function(known_get_, "cuCtxGetCurrent");
+    if (get_current == nullptr || get_current(&previous_) != CUDA_SUCCESS) {
+      throw std::runtime_error("flash_kda: the driver does not say which context is current");
+    }
+    int current = 0;
+    if (previous_ != nullptr) check(cudaGetDevice(&current), "cudaGetDevice");
+    if (previous_ != nullptr && current == device) return;
     check(cudaSetDevice(device), "cudaSetDevice");
+    switched_ = true;
   }
   ~DeviceGuard() {
-    if (previous_ != device_) cudaSetDevice(previous_);
+    if (!switched_) return;
+    // Null if there was none: not cudaSetDevice, which would make a context on a device that nobody asked for.
+    auto const set_current = find_driver_function(known_set_, "cuCtxSetCurrent");
+    if (set_current != nullptr) set_current(previous_);
   }
   DeviceGuard(DeviceGuard const&) = delete;
   DeviceGuard& operator=(DeviceGuard const&) = delete;
 
  private:
-  int const device_;
-  int previous_ = 0;
+  static inline std::atomic<decltype(&cuCtxGetCurrent)> known_get_ = nullptr;
+  static inline std::atomic<decltype(&cuCtxSetCurrent)> known_set_ = nullptr;
+  CUcontext previous_ = nullptr;
+  bool switched_ = false;
 };
 
 template <class T>

@@ -49,6 +49,9 @@ cudaError_t find_device(Device& d, int device) {
   return cudaSuccess;
 }
 
+// What launch_sm90 says where TMA cannot serve the call; no launch fails with it.
+constexpr cudaError_t kNotDescribed = cudaErrorNotSupported;
+
 #ifdef FLASH_KDA_HAS_SM90
 constexpr bool kHasSm90 = true;
 
@@ -71,6 +74,7 @@ template <class Params>
 cudaError_t launch_sm90(Params const& p, Launch const& launch) {
   sm90::TensorMaps maps{};
   cudaError_t status = sm90::make_tensor_maps(maps, p);
+  if (status == cudaErrorInvalidValue) return kNotDescribed;
   if (status != cudaSuccess) return status;
   // Two CTAs a pair, where all of them run at once.
   int clusters;
@@ -115,7 +119,10 @@ cudaError_t launch(Params const& p, Schedule schedule, int device, cudaStream_t 
   }
   Launch const launch = {device, d.multiprocessors, stream};
   if (schedule == Schedule::kAuto && is_decoding(p)) return launch_recurrent(p, launch);
-  if (schedule != Schedule::kPortable && has_sm90 && can_sm90(p)) return launch_sm90(p, launch);
+  if (schedule != Schedule::kPortable && has_sm90 && can_sm90(p)) {
+    cudaError_t const status = launch_sm90(p, launch);
+    if (status != kNotDescribed) return status;
+  }
   return portable::fwd(p, launch);
 }
 

@@ -12,7 +12,7 @@ namespace flash_kda::portable {
 // One CTA for each (sequence, head) pair, heads fastest: neighbouring CTAs read neighbouring rows.
 template <class Params>
 __global__ void __launch_bounds__(kThreads, 1) fwd_kernel(__grid_constant__ Params const p) {
-  extern __shared__ __align__(128) char memory[];
+  extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   int const sequence_index = blockIdx.x / p.num_heads;
   int const head = blockIdx.x % p.num_heads;
@@ -33,17 +33,6 @@ __global__ void __launch_bounds__(kThreads, 1) fwd_kernel(__grid_constant__ Para
   } else {
     prepare(p, shared, sequence, sequence_index, head, warp - kRecurrenceWarps, lane);
   }
-}
-
-// Instantiated in a translation unit for each form of parameters, so that they build in parallel.
-template <class Params>
-cudaError_t launch(Params const& p, cudaStream_t stream) {
-  auto const kernel = fwd_kernel<Params>;
-  int const bytes = sizeof(SharedStorage);
-  cudaError_t const status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (status != cudaSuccess) return status;
-  kernel<<<unsigned(p.num_sequences * p.num_heads), kThreads, bytes, stream>>>(p);
-  return cudaGetLastError();
 }
 
 // Instantiated in a translation unit for each form of parameters, so that they build in parallel.

@@ -2,6 +2,7 @@
 
 #include <atomic>
 
+#include "common/driver.h"
 #include "common/stage.h"
 
 namespace flash_kda::sm90 {
@@ -9,21 +10,9 @@ namespace {
 
 using Encoder = decltype(&cuTensorMapEncodeTiled);
 
-// The driver's encoder by way of the runtime: the library links no libcuda. Null where the driver has none; it is asked
-// again at the next call.
 Encoder find_encoder() {
   static std::atomic<Encoder> known = nullptr;
-  if (Encoder const encoder = known.load(std::memory_order_relaxed)) return encoder;
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  cudaError_t const status =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-  if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) {
-    cudaGetLastError();
-    return nullptr;
-  }
-  known.store(reinterpret_cast<Encoder>(function), std::memory_order_relaxed);
-  return reinterpret_cast<Encoder>(function);
+  return find_driver_function(known, "cuTensorMapEncodeTiled");
 }
 
 // Sizes and strides, in bytes, of the dimensions outside the channels: head, token, batch.
@@ -61,7 +50,8 @@ cudaError_t encode(CUtensorMap& map, TensorView const& t, int heads, FwdParams c
   CUresult const result = encoder(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, t.data, sizes, e.stride, box, steps,
                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  if (result == CUDA_SUCCESS) return cudaSuccess;
+  return result == CUDA_ERROR_INVALID_VALUE ? cudaErrorInvalidValue : cudaErrorUnknown;
 }
 
 int key_heads(FwdParams const& p) { return p.num_heads; }

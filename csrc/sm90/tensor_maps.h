@@ -17,7 +17,8 @@ struct TensorMaps {
 template <class Params>
 bool can_describe(Params const& p);
 
-// Of inputs that it can describe, but for an fp32 g. Needs a current device; fails where the driver does.
+// Of inputs that it can describe, but for an fp32 g. Needs a current context. cudaErrorInvalidValue is a driver's word
+// that TMA cannot describe them after all.
 template <class Params>
 cudaError_t make_tensor_maps(TensorMaps& maps, Params const& p);
 
