@@ -100,8 +100,8 @@ def fwd(
             up to cu_seqlens[n + 1]. Without it every batch row is a sequence and N = B.
         state_indices: int64 or int32 [N], on the tensors' device: initial_state and final_state are pools
             [P, HV, V, K] of one shape, and sequence n reads and writes row state_indices[n]. -1, as any index outside
-            the pool, starts from zero and writes no state. Other rows stay untouched. Where two sequences name one row, parts
-            of either's state end up in it, and either's may be read.
+            the pool, starts from zero and writes no state. Other rows stay untouched. Where two sequences name one
+            row, parts of either's state end up in it, and parts of either's may be read.
         checkpoints: bf16 or fp32 [M, HV, V, K], written in place: the sequences' states on the way; None skips them.
         checkpoint_interval: tokens between checkpoints, a multiple of 64.
         checkpoint_offsets: int64 [N + 1], on the tensors' device: sequence n has rows checkpoint_offsets[n] up to
