@@ -83,11 +83,16 @@ def speed(record):
     peers = list(dict.fromkeys(row["peer"] for row in rows))
     cells = {(row["case"], row["peer"], row["gate"]): row for row in rows}
 
+    def time_of(row):
+        if row is None or "error" in row:
+            return "not run" if row and row["error"].startswith("not run") else "failed"
+        return f"{row['gpu_us']:.0f}"
+
     def cell(case, peer):
         found = [cells.get((case, peer, gate)) for gate in GATE_KINDS]
         if not any(found):
             return "not measured"
-        return " / ".join("failed" if row is None or "error" in row else f"{row['gpu_us']:.0f}" for row in found)
+        return " / ".join(map(time_of, found))
 
     body = []
     for case in dict.fromkeys(row["case"] for row in rows):

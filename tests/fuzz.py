@@ -358,11 +358,13 @@ def expected_of(calls):
     return out[0, :, 0] * torch.cat(scales)[:, None], states[:, 0]
 
 
-def errors_of(case, results, expected):
+def errors_of(case, initial_state, results, expected):
     """(tokens, relative errors of out, of final_state or None) of each (sequence, head) with tokens, in fp64.
 
     The error of a pair's rows of out is relative to their norm, but at least to what a query of any direction reads of
-    the final state: a query that happens to be orthogonal to all keys has no digits to compare.
+    the final state: a query that happens to be orthogonal to all keys has no digits to compare. That of a final state
+    is relative to its norm, but at least to 2^-10 of the initial state's: what is erased to less has gone through
+    products whose operand, the state, was rounded to bf16 (2^-9).
     """
     out, state = results
     expected_out, expected_state = expected
@@ -380,6 +382,9 @@ def errors_of(case, results, expected):
     if state is None:
         return tokens[some].double(), error_out, None
     difference = torch.linalg.matrix_norm(state.reshape(expected_state.shape).double() - expected_state)
+    if initial_state is not None:
+        initial_norm = torch.linalg.matrix_norm(initial_state.double().reshape(expected_state.shape))
+        state_norm = torch.maximum(state_norm, 2**-10 * initial_norm)
     return tokens[some].double(), error_out, relative(difference, state_norm)[some]
 
 
@@ -500,7 +505,8 @@ class Fuzzer:
                 expected = out[row:rows], states[pair : pair + case.states]
                 row, pair = rows, pair + case.states
                 try:
-                    self.tally.add(case, errors_of(case, results, expected))
+                    errors = errors_of(case, call.arguments["initial_state"], results, expected)
+                    self.tally.add(case, errors)
                 except AssertionError as error:
                     self.fail(case, error)
 

@@ -4,19 +4,14 @@ tests/test_gpu_record.py takes a problem of the record that is not listed here f
 that the record no longer bears out. The next run of tests/gpu.sh that passes empties this list.
 """
 
+_BOUND = (
+    "a bound of the fuzzer, not a fault of the kernels: the final state of a single head under the gate `extreme`, erased "
+    "to a thousandth and less of the initial state, whose rounding to bf16 as an operand then counts that many times. "
+    "Emulating the kernels' roundings on such calls gives up to 1e-2, and up to 2e-2 for the kernels of the record "
+    "before. The fuzzer has taken 2^-10 of the initial state for the least norm since; not run on a GPU yet"
+)
 OPEN_PROBLEMS = {
-    "tests: exit status 1": "the one failed test below",
-    "tests.test_fla::test_plot_of_the_error_by_token_position": (
-        "a fault of the test, not of the kernels: a matrix norm over three dimensions; mended after the run"
-    ),
-    "benchmark: no results": (
-        "FLA's tuning outlasted the time that was left for the run; benchmarks/results/nvidia-h200.json holds a run of "
-        "python -m benchmarks.run of the same build, minutes later, without FLA"
-    ),
-    "fuzz: no results": "the record is older than tests/fuzz.py, which tests/gpu.sh runs since",
-    "compute-sanitizer racecheck": (
-        "all hazards shown are in the portable kernel, between a stage's readers and its next cp.async writers. One "
-        "lane of each warp arrives at the stage's `empty` barrier after __syncwarp, which orders the other lanes' "
-        "reads before it; racecheck follows the arriving lane alone. To be settled by letting every lane arrive"
-    ),
+    "fuzz: exit status 1": "the two calls below, of 2000",
+    "fuzz: python tests/fuzz.py --seed 0 --case 667 ": _BOUND,
+    "fuzz: python tests/fuzz.py --seed 0 --case 1012 ": _BOUND,
 }
