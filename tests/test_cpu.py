@@ -1,5 +1,6 @@
 """The CPU path of `flash_kda.fwd` against the fp64 recurrence, and the invariants that every path keeps."""
 
+import statistics
 import time
 
 import pytest
@@ -355,9 +356,10 @@ def test_at_least_twenty_times_the_recurrence():
         call()
         return time.perf_counter() - start
 
-    # Best of several, in turn, so that other work on the machine meets both.
-    chunked, by_token = [], []
-    for _ in range(4):
-        by_token.append(seconds(lambda: recurrence(**x)))
-        chunked += [seconds(lambda: flash_kda.fwd(**x, out=out)) for _ in range(20)]
-    assert min(by_token) >= 20 * min(chunked), f"recurrence {min(by_token):.4f} s, CPU path {min(chunked):.4f} s"
+    # The median of several rounds, in each of which other work on the machine meets both: two thousand small steps
+    # against the least of twenty calls that take as long together.
+    ratios = []
+    for _ in range(9):
+        by_token = seconds(lambda: recurrence(**x))
+        ratios.append(by_token / min(seconds(lambda: flash_kda.fwd(**x, out=out)) for _ in range(20)))
+    assert statistics.median(ratios) >= 20, ratios
