@@ -25,6 +25,7 @@ contiguous buffers only, since PyTorch may evaluate exp differently on strided d
 """
 
 import math
+import threading
 
 import torch
 
@@ -35,11 +36,11 @@ CHUNK = 16
 RANGE = 81.0  # of |G|, just past what the bounded gate reaches
 STRONGEST_DECAY = -208.0  # a natural-log decay that takes every fp32 number to zero, as any stronger one does
 # Rows of 128 channels (tokens times heads) processed together: large enough to amortise a PyTorch call, small enough
-# that the allocator keeps the workspace from one call to the next (else every call pays for its page faults), and
-# bounded, so that memory use does not grow with the input.
+# for caches, and bounded, so that memory use does not grow with the input.
 BLOCK_ROWS = 4096
 BUFFERS = 7  # of that many rows, in which a block works
 _FP32 = dict(dtype=torch.float32, device="cpu")  # whatever the caller's defaults are
+_kept = threading.local()
 
 
 @torch.inference_mode()
@@ -75,8 +76,7 @@ def fwd_cpu(
     states = _States(initial_state, final_state, len(sequences), options)
     tensors = (q, k, v, g, beta)
 
-    # One piece of memory for all blocks: fresh buffers would cost as much in page faults as the computation itself.
-    workspace = torch.empty(BUFFERS, max(BLOCK_ROWS, CHUNK * H) * 128, **_FP32)
+    workspace = _workspace(max(BLOCK_ROWS, CHUNK * H))
     group = max(1, BLOCK_ROWS // (CHUNK * H))
     for i in range(0, len(sequences), group):
         part = sequences[i : i + group]
@@ -93,6 +93,19 @@ def fwd_cpu(
                 if 0 < prefix < length:
                     _forward([(n, b, start, prefix)], tensors, scale, gate, out, states, workspace, options)
         states.store([n for n, *_ in part], state)  # last, because it may be the initial state
+
+
+def _workspace(rows):
+    """fp32 [BUFFERS, rows * 128], the same memory for all blocks, and for all calls of a thread.
+
+    Fresh memory would cost as much in page faults as the computation itself. A thread keeps what blocks of BLOCK_ROWS
+    need, 14 MiB; what more heads need is given back.
+    """
+    if rows > BLOCK_ROWS:
+        return torch.empty(BUFFERS, rows * 128, **_FP32)
+    if not hasattr(_kept, "workspace"):
+        _kept.workspace = torch.empty(BUFFERS, BLOCK_ROWS * 128, **_FP32)
+    return _kept.workspace
 
 
 def _gate(A_log, dt_bias, lower_bound, H, options):
