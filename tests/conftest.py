@@ -1,6 +1,10 @@
-"""The `gpu` marker: tests that need an SM90 or newer GPU and kernels for it; elsewhere they are skipped."""
+"""The `gpu` marker: tests that need an SM90 or newer GPU and kernels for it; elsewhere they are skipped.
+
+And the fixture `device`, for tests that run on a CPU and, so marked, on a GPU.
+"""
 
 import pytest
+import schedules
 import torch
 
 from flash_kda.interface import extension
@@ -28,3 +32,12 @@ def pytest_collection_modifyitems(config, items):
     if reason:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=schedules.and_cpu(schedules.SCHEDULES))
+def device(request, monkeypatch):
+    """Where tensors live: `cpu`, or `cuda` with one kernel schedule chosen."""
+    if request.param == "cpu":
+        return "cpu"
+    schedules.use(request.param, monkeypatch)
+    return "cuda"

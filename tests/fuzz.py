@@ -36,13 +36,12 @@ import schedules
 import torch
 from accuracy import BOUNDS, NO_DECAY_BOUNDS
 from guarded import Guarded, assert_same_bits
-from inputs import HEAD_DIM, LOWER_BOUND, make_inputs
+from inputs import HEAD_DIM, LOWER_BOUND, TOKEN_INPUTS, make_inputs
 
 import flash_kda
 from flash_kda.interface import SCHEDULES
 from flash_kda.recurrence import recurrence
 
-TOKEN_INPUTS = ("q", "k", "v", "g", "beta")
 EDGES = (0, 1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65)
 # Gate kind -> bounds on the GPU for the root mean square over its cases: a mixture is held to the bounds of its slowest
 # channels.

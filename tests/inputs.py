@@ -8,6 +8,7 @@ import torch
 HEAD_DIM = 128
 LOWER_BOUND = -5.0
 GATE_KINDS = ("random", "long")
+TOKEN_INPUTS = ("q", "k", "v", "g", "beta")  # [B, T, H(, 128)]
 
 
 def cu_seqlens_of(lengths, device="cpu"):

@@ -8,6 +8,11 @@ from flash_kda.interface import SCHEDULES as SETTINGS
 SCHEDULES = tuple(name for name in SETTINGS if name != "auto")
 
 
+def and_cpu(names):
+    """Parameters of the fixture `device`: the CPU, and a GPU with each of these schedules."""
+    return ["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in names)]
+
+
 def why_not(schedule):
     """Why the current CUDA device does not run `schedule`, or None if it does."""
     capability = torch.cuda.get_device_capability()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import GATE_KINDS, cu_seqlens_of, make_inputs, relative_error
+from inputs import GATE_KINDS, TOKEN_INPUTS, cu_seqlens_of, make_inputs, relative_error
 
 import flash_kda
 from flash_kda.recurrence import recurrence
@@ -17,7 +17,6 @@ from flash_kda.recurrence import recurrence
 OUT_BOUND = 2e-3
 STATE_BOUND = 2e-6
 BF16_STATE_BOUND = 2e-3
-TOKEN_INPUTS = ("q", "k", "v", "g", "beta")
 
 
 def run(x, cu_seqlens=None, final_dtype=torch.float32):

@@ -11,23 +11,13 @@ import schedules
 import torch
 from accuracy import BOUNDS
 from guarded import Guarded, assert_same_bits
-from inputs import HEAD_DIM, cu_seqlens_of, make_inputs, relative_error
+from inputs import HEAD_DIM, TOKEN_INPUTS, cu_seqlens_of, make_inputs, relative_error
 
 import flash_kda
 from flash_kda.recurrence import natural_log_decay, recurrence
 
 CPU_BOUNDS = (2e-3, 2e-6)  # as in test_cpu.py: the rounding of out to bf16, and fp32 states
-TOKEN_INPUTS = ("q", "k", "v", "g", "beta")
 LENGTHS = [70, 0, 130, 1, 64, 200]
-
-
-@pytest.fixture(params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in schedules.SCHEDULES)])
-def device(request, monkeypatch):
-    """Where tensors live; on a GPU with one kernel schedule chosen."""
-    if request.param == "cpu":
-        return "cpu"
-    schedules.use(request.param, monkeypatch)
-    return "cuda"
 
 
 def packed(device, lengths=LENGTHS, H=2, kind="long", seed=0, dtype=torch.float32):
@@ -534,15 +524,9 @@ class TestActivations:
         assert_same_bits(pool[[2, 3]], before[[2, 3]], "rows that no sequence names")
 
 
+@pytest.mark.parametrize("device", schedules.and_cpu(schedules.SETTINGS), indirect=True)
 class TestDecoding:
     """Few tokens for each state of a pool: on a GPU also the kernel that `auto` takes for them, in fp32 throughout."""
-
-    @pytest.fixture(params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in schedules.SETTINGS)])
-    def device(self, request, monkeypatch):
-        if request.param == "cpu":
-            return "cpu"
-        schedules.use(request.param, monkeypatch)
-        return "cuda"
 
     @staticmethod
     def check(x, cu_seqlens, indices, dtype=torch.float32, **options):

@@ -9,7 +9,6 @@ import sys
 import types
 
 import pytest
-import schedules
 import torch
 from accuracy import BOUNDS
 from guarded import assert_same_bits
@@ -21,14 +20,6 @@ from flash_kda.recurrence import recurrence
 
 RAW = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
 LENGTHS = [70, 0, 130, 1, 64]
-
-
-@pytest.fixture(params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in schedules.SCHEDULES)])
-def device(request, monkeypatch):
-    if request.param == "cpu":
-        return "cpu"
-    schedules.use(request.param, monkeypatch)
-    return "cuda"
 
 
 def inputs(device, lengths=LENGTHS, H=2):

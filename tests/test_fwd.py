@@ -6,7 +6,7 @@ import pytest
 import schedules
 import torch
 from guarded import Guarded, assert_same_bits
-from inputs import GATE_KINDS, HEAD_DIM, cu_seqlens_of, make_inputs
+from inputs import GATE_KINDS, HEAD_DIM, TOKEN_INPUTS, cu_seqlens_of, make_inputs
 
 import flash_kda
 
@@ -25,7 +25,6 @@ STATE_MODES = (
     (True, False, torch.float32),
     (False, True, torch.bfloat16),
 )
-TOKEN_INPUTS = ("q", "k", "v", "g", "beta")
 
 
 @pytest.fixture(autouse=True, params=schedules.SCHEDULES)

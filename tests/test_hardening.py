@@ -7,27 +7,16 @@ tens of gigabytes.
 from itertools import pairwise
 
 import pytest
-import schedules
 import torch
 from accuracy import BOUNDS
 from guarded import Guarded, assert_same_bits
-from inputs import HEAD_DIM, cu_seqlens_of, make_inputs, relative_error
+from inputs import HEAD_DIM, TOKEN_INPUTS, cu_seqlens_of, make_inputs, relative_error
 
 import flash_kda
 from flash_kda.recurrence import recurrence
 
-TOKEN_INPUTS = ("q", "k", "v", "g", "beta")
 # The CPU path is fp32 inside: what it adds to `out` is the rounding to bf16, to a state over thousands of tokens 1e-5.
 CPU_BOUNDS = (2e-3, 1e-5)
-
-
-@pytest.fixture(params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in schedules.SCHEDULES)])
-def device(request, monkeypatch):
-    """cpu, or cuda with one schedule after the other."""
-    if request.param == "cpu":
-        return "cpu"
-    schedules.use(request.param, monkeypatch)
-    return "cuda"
 
 
 def run(inputs, cu_seqlens=None, final_dtype=torch.float32, covered=None):

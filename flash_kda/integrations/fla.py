@@ -50,10 +50,7 @@ def register() -> None:
             return reason is None, reason
 
         def chunk_kda(self, *args, **kwargs):
-            kwargs = dict(kwargs)
-            if "transpose_state_layout" in kwargs:
-                kwargs["state_v_first"] = kwargs.pop("transpose_state_layout")
-            return chunk_kda(*args, **kwargs)
+            return chunk_kda(*args, **_current_names(kwargs))
 
     backends.register(fla_chunk_kda)(FlashKDABackend)
 
@@ -61,13 +58,18 @@ def register() -> None:
 _SIGNATURE = inspect.signature(chunk_kda)
 
 
+def _current_names(kwargs):
+    """A call's keyword arguments, with FLA's former name of state_v_first replaced."""
+    kwargs = dict(kwargs)
+    if "transpose_state_layout" in kwargs:
+        kwargs["state_v_first"] = kwargs.pop("transpose_state_layout")
+    return kwargs
+
+
 def why_not(*args, **kwargs) -> str | None:
     """Why `flash_kda.chunk_kda` cannot take the arguments of a call of `fla.ops.kda.chunk_kda`; None if it can."""
-    if "transpose_state_layout" in kwargs:
-        kwargs = dict(kwargs)
-        kwargs["state_v_first"] = kwargs.pop("transpose_state_layout")
     try:
-        bound = _SIGNATURE.bind(*args, **kwargs)
+        bound = _SIGNATURE.bind(*args, **_current_names(kwargs))
     except TypeError as error:
         return f"flash_kda does not know these arguments: {error}"
     bound.apply_defaults()
