@@ -70,9 +70,30 @@ struct GeneralParams : FwdParams {
   bool normalise;  // q and k
 };
 
+// How a call's sequences are cut into segments that are worked on at once (docs/segment-scan.md).
+struct Segments {
+  void* workspace;  // SegmentState [slots, H] (common/segment.h)
+  int tokens;       // of a segment, a multiple of 16; a sequence's last one may be shorter
+  int slots;        // segments of all sequences, at most: lengths are the device's to know
+};
+
+// The same call, cut: kernels that take it count segments where others count sequences.
+template <class Params>
+struct Segmented : Params {
+  using Base = Params;
+  Segments segments;
+};
+
 template <class Params>
 constexpr bool kIsGeneral = false;
 template <>
 constexpr bool kIsGeneral<GeneralParams> = true;
+template <class Params>
+constexpr bool kIsGeneral<Segmented<Params>> = kIsGeneral<Params>;
+
+template <class Params>
+constexpr bool kIsSegmented = false;
+template <class Params>
+constexpr bool kIsSegmented<Segmented<Params>> = true;
 
 }  // namespace flash_kda

@@ -196,7 +196,8 @@ __device__ __forceinline__ float4 raw_channels(bf16 const* first, int64_t pitch,
 //   K~_j = k_j 2^{G_C - G_j - c},   S' <- S' diag(2^{G_C}) + U^T K~
 // for which the recurrence has to decay the state first: negative decays tell it so. Slow, and rarely needed. The rows
 // are read again from device memory, since the stage's have been overwritten.
-__device__ __forceinline__ void exact_factors(GeneralParams const& p, Stage& stage, Scratch& scratch,
+template <Pass kPass, class Params>
+__device__ __forceinline__ void exact_factors(Params const& p, Stage<kPass>& stage, Scratch& scratch,
                                               KeyNorms& key_norms, GeneralLaneGate const& gate,
                                               ChunkOrigin const& origin, int in_range, int lane) {
   int const channel = kLaneChannels * lane, head = origin.head, token = origin.token, valid = origin.valid;
@@ -216,7 +217,10 @@ __device__ __forceinline__ void exact_factors(GeneralParams const& p, Stage& sta
   for (int i = in_range; i < kChunk; ++i) {
     float4 const k_i = i < valid ? raw_channels(k, p.k.token_stride, i) : float4{0.f, 0.f, 0.f, 0.f};
     float const square_sum = warp_sum(dot(k_i, k_i));
-    if (lane == 0) key_norms.data[i] = p.normalise ? inverse_norm(square_sum) : 1.f;
+    if (lane == 0) {
+      key_norms.data[i] = p.normalise ? inverse_norm(square_sum) : 1.f;
+      scratch.key_weight[i] = -__fmul_rn(scratch.beta[i], key_norms.data[i]);
+    }
     __syncwarp();
     float l_row = 0.f, m_row = 0.f;  // lane j's is column j
     if (i < valid) {
@@ -245,22 +249,25 @@ __device__ __forceinline__ void exact_factors(GeneralParams const& p, Stage& sta
       row = times(raw_channels(k, p.k.token_stride, j), exp2_approx(plus(after, -kShift)));
       after = plus(after, decay_of(j));
     }
-    *reinterpret_cast<uint2*>(stage.rows.at(kGateRow + j, channel)) = narrow(row);
+    *reinterpret_cast<uint2*>(stage.rows.at(Stage<kPass>::kGateRow + j, channel)) = narrow(row);
   }
   float4 const decay = minus(exp2_approx(after));
   *reinterpret_cast<float2*>(stage.decay.pair(lane / 2, lane % 2 * 2)) = {decay.x, decay.y};
   *reinterpret_cast<float2*>(stage.decay.pair(lane / 2, lane % 2 * 2 + 1)) = {decay.z, decay.w};
 }
 
-__device__ __forceinline__ void make_factors(GeneralParams const& p, Stage& stage, Scratch& scratch,
+template <Pass kPass>
+__device__ __forceinline__ void make_factors(GeneralParams const& p, Stage<kPass>& stage, Scratch& scratch,
                                              GateRows const& gate_rows, GeneralBeta const& beta, float logit, int head,
                                              int token, int valid, int lane) {
   lane = opaque(lane);
   auto const constants = GeneralLaneGate::Constants::of_head(p, head, lane);  // first: they come from far
-  if (p.normalise) {
-    query_norms(stage, scratch, p.scale, lane);
-  } else if (lane < kChunk) {
-    scratch.query_norm[lane] = p.scale;
+  if constexpr (kPass == Pass::kForward) {
+    if (p.normalise) {
+      query_norms(stage, scratch, p.scale, lane);
+    } else if (lane < kChunk) {
+      scratch.query_norm[lane] = p.scale;
+    }
   }
   if (lane < kChunk) scratch.beta[lane] = lane < valid ? beta.activated(p, logit) : 0.f;
   __syncwarp();
@@ -271,7 +278,9 @@ __device__ __forceinline__ void make_factors(GeneralParams const& p, Stage& stag
   __syncwarp();
 }
 
-__device__ __forceinline__ void make_matrices(GeneralParams const& p, Stage& stage, Scratch& scratch,
+template <Pass kPass, class Params>
+  requires kIsGeneral<Params>
+__device__ __forceinline__ void make_matrices(Params const& p, Stage<kPass>& stage, Scratch& scratch,
                                               KeyNorms& key_norms, ChunkOrigin const& origin, int lane) {
   gram(stage, scratch, key_norms, p.normalise, opaque(lane));
   __syncwarp();
@@ -282,12 +291,17 @@ __device__ __forceinline__ void make_matrices(GeneralParams const& p, Stage& sta
                   opaque(lane));
     __syncwarp();
   }
-  invert(stage, scratch, key_norms, opaque(lane));
+  if constexpr (kPass == Pass::kForward) {
+    invert(stage, scratch, key_norms, opaque(lane));
+  } else {
+    invert_and_fold(stage, scratch, key_norms, opaque(lane));
+  }
   __syncwarp();
 }
 
-template <>
-struct Forms<GeneralParams> {
+template <class Params>
+  requires kIsGeneral<Params>
+struct Forms<Params> {
   using Gate = GateRows;
   using Beta = GeneralBeta;
 };

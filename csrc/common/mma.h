@@ -39,6 +39,10 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], void 
   cute::SM75_U16x8_LDSM_T::copy(*static_cast<cute::uint128_t const*>(row), r[0], r[1], r[2], r[3]);
 }
 
+__device__ __forceinline__ void store_matrices(uint32_t const (&r)[4], void* row) {
+  cute::SM90_U32x4_STSM_N::copy(r[0], r[1], r[2], r[3], *static_cast<cute::uint128_t*>(row));
+}
+
 __device__ __forceinline__ void store_matrices_transposed(uint32_t const (&r)[4], void* row) {
   cute::SM90_U16x8_STSM_T::copy(r[0], r[1], r[2], r[3], *static_cast<cute::uint128_t*>(row));
 }

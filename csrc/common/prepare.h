@@ -14,9 +14,6 @@ constexpr int kLaneChannels = kHeadDim / kWarp;
 // Rows go in groups of half the swizzle's period: all of a group is loaded before any of it is stored, since the
 // compiler has to keep that order, and their gates do not wait for each other.
 constexpr int kGroupRows = 4;
-// From a place among the k rows of a stage to the same among its q and g rows.
-constexpr int kToQuery = tile_offset<kTileRows>(kQueryRow, 0);
-constexpr int kToGate = tile_offset<kTileRows>(kGateRow, 0);
 
 __device__ __forceinline__ float4 widen(uint2 x) {
   float2 const a = unpack_bf16(x.x), b = unpack_bf16(x.y);
@@ -104,20 +101,22 @@ struct Beta {
 __device__ __forceinline__ float inverse_norm(float square_sum) { return rsqrt_approx(__fadd_rn(square_sum, 1e-6f)); }
 
 // G of the chunk's first rows, which are raw still: of a chunk that ends before its last row.
-__device__ __forceinline__ float4 sum_gates(Stage& stage, LaneGate const& gate, int rows, int channel) {
+template <Pass kPass>
+__device__ __forceinline__ float4 sum_gates(Stage<kPass>& stage, LaneGate const& gate, int rows, int channel) {
   float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
   for (int row = 0; row < rows; ++row) {
-    sum = gate.accumulated(sum, widen(*reinterpret_cast<uint2 const*>(stage.rows.at(kGateRow + row, channel))));
+    sum = gate.accumulated(
+        sum, widen(*reinterpret_cast<uint2 const*>(stage.rows.at(Stage<kPass>::kGateRow + row, channel))));
   }
   return sum;
 }
 
 // scale / |q_i|. The square sums are the diagonal of q q^T.
-__device__ __forceinline__ void query_norms(Stage& stage, Scratch& scratch, float scale, int lane) {
+__device__ __forceinline__ void query_norms(ForwardStage& stage, Scratch& scratch, float scale, int lane) {
   float sums[2][4] = {};  // columns 0-7 and 8-15
   // The four matrices of an A operand are, in another order, those of two B operands.
-  int const offset = tile_offset<kTileRows>(BlockPlace::of_a(lane)) + kToQuery;
+  int const offset = tile_offset<ForwardStage::kRows>(BlockPlace::of_a(lane)) + ForwardStage::kToQuery;
 #pragma unroll
   for (int b = 0; b < kHeadDim / 16; ++b) {
     uint32_t q[4];
@@ -131,8 +130,8 @@ __device__ __forceinline__ void query_norms(Stage& stage, Scratch& scratch, floa
 
 // Turns raw rows into K+, Q+ and K- in place, each lane its own channels. `token` is the chunk's first. Rows past the
 // end are zero in k and q, and in g as finite as the others.
-template <class Params, class LaneGate>
-__device__ __forceinline__ void factors(Params const& p, Stage& stage, Scratch const& scratch, LaneGate& gate,
+template <Pass kPass, class Params, class LaneGate>
+__device__ __forceinline__ void factors(Params const& p, Stage<kPass>& stage, Scratch const& scratch, LaneGate& gate,
                                         int token, int valid, int lane) {
   constexpr int kRows = kGroupRows;
   int const channel = kLaneChannels * lane;
@@ -140,9 +139,9 @@ __device__ __forceinline__ void factors(Params const& p, Stage& stage, Scratch c
   auto const row_at = [&](int offset, int to) {
     return reinterpret_cast<uint2*>(rows + offset + to * int(sizeof(bf16)));
   };
-  int offset[kRows];  // in bytes, of the group's k rows
+  int offset[kRows];  // in bytes, of the group's rows
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) offset[r] = tile_offset<kTileRows>(r, channel) * int(sizeof(bf16));
+  for (int r = 0; r < kRows; ++r) offset[r] = tile_offset<Stage<kPass>::kRows>(r, channel) * int(sizeof(bf16));
 
   float4 total = {0.f, 0.f, 0.f, 0.f};  // G after the last row that is valid
   if constexpr (LaneGate::kPaddingDecays) {
@@ -156,11 +155,14 @@ __device__ __forceinline__ void factors(Params const& p, Stage& stage, Scratch c
     typename LaneGate::Row g_row[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      k_row[r] = *row_at(offset[r], 0), q_row[r] = *row_at(offset[r], kToQuery);
-      g_row[r] = gate.load(p, row_at(offset[r], kToGate), token + first + r, first + r < valid);
+      k_row[r] = *row_at(offset[r], Stage<kPass>::kToKey);
+      if constexpr (kPass == Pass::kForward) q_row[r] = *row_at(offset[r], Stage<kPass>::kToQuery);
+      g_row[r] = gate.load(p, row_at(offset[r], Stage<kPass>::kToGate), token + first + r, first + r < valid);
     }
-    float4 const norm4 = *reinterpret_cast<float4 const*>(&scratch.query_norm[first]);
-    float const norm[kRows] = {norm4.x, norm4.y, norm4.z, norm4.w};
+    alignas(16) float norm[kRows];
+    if constexpr (kPass == Pass::kForward) {
+      *reinterpret_cast<float4*>(norm) = *reinterpret_cast<float4 const*>(&scratch.query_norm[first]);
+    }
     float4 exponent[kRows];
     gate.accumulate(p, exponent, sum, g_row, valid - first);
     // The sum itself stays unshifted: added to 57, slow decays would lose their last bits.
@@ -170,9 +172,11 @@ __device__ __forceinline__ void factors(Params const& p, Stage& stage, Scratch c
     for (int r = 0; r < kRows; ++r) {
       float4 const shrink = exp2_approx(exponent[r]), grow = exp2_approx(minus(exponent[r]));
       float4 const k = widen(k_row[r]);
-      *row_at(offset[r], kToQuery) = narrow(times(times(widen(q_row[r]), norm[r]), shrink));
-      *row_at(offset[r], 0) = narrow(times(k, shrink));
-      *row_at(offset[r], kToGate) = narrow(times(k, grow));
+      if constexpr (kPass == Pass::kForward) {
+        *row_at(offset[r], Stage<kPass>::kToQuery) = narrow(times(times(widen(q_row[r]), norm[r]), shrink));
+      }
+      *row_at(offset[r], Stage<kPass>::kToKey) = narrow(times(k, shrink));
+      *row_at(offset[r], Stage<kPass>::kToGate) = narrow(times(k, grow));
       // To the next group: another place in the swizzle's period.
       offset[r] = (offset[r] ^ kRows * 16) + kRows * kPanel * int(sizeof(bf16));
     }
@@ -183,21 +187,24 @@ __device__ __forceinline__ void factors(Params const& p, Stage& stage, Scratch c
 }
 
 // L, M, and n from the diagonal of K+ K-^T.
-__device__ __forceinline__ void gram(Stage& stage, Scratch const& scratch, KeyNorms& key_norms, bool normalise,
+template <Pass kPass>
+__device__ __forceinline__ void gram(Stage<kPass>& stage, Scratch& scratch, KeyNorms& key_norms, bool normalise,
                                      int lane) {
   float l[2][4] = {}, m[2][4] = {};
-  int const offset = tile_offset<kTileRows>(BlockPlace::of_a(lane));
-  int const column_offset = tile_offset<kTileRows>(BlockPlace::of_b(lane)) + kToGate;
+  int const offset = tile_offset<Stage<kPass>::kRows>(BlockPlace::of_a(lane));
+  int const column_offset = tile_offset<Stage<kPass>::kRows>(BlockPlace::of_b(lane)) + Stage<kPass>::kToGate;
 #pragma unroll
   for (int b = 0; b < kHeadDim / 16; ++b) {
     uint32_t k[4], q[4], columns[4];
-    load_matrices(k, stage.rows.in_block(b, offset));
-    load_matrices(q, stage.rows.in_block(b, offset + kToQuery));
+    load_matrices(k, stage.rows.in_block(b, offset + Stage<kPass>::kToKey));
+    if constexpr (kPass == Pass::kForward) load_matrices(q, stage.rows.in_block(b, offset + Stage<kPass>::kToQuery));
     load_matrices(columns, stage.rows.in_block(b, column_offset));
     mma(l[0], k, columns[0], columns[1]);
     mma(l[1], k, columns[2], columns[3]);
-    mma(m[0], q, columns[0], columns[1]);
-    mma(m[1], q, columns[2], columns[3]);
+    if constexpr (kPass == Pass::kForward) {
+      mma(m[0], q, columns[0], columns[1]);
+      mma(m[1], q, columns[2], columns[3]);
+    }
   }
   store_diagonal(key_norms.data, l[0], l[1], lane, [&](float sum) { return normalise ? inverse_norm(sum) : 1.f; });
   __syncwarp();
@@ -211,25 +218,27 @@ __device__ __forceinline__ void gram(Stage& stage, Scratch const& scratch, KeyNo
   for (int r = 0; r < 2; ++r) {
     int const i = lane / 4 + 8 * r;
     float const row = __fmul_rn(scratch.beta[i], key_norms.data[i]);
+    if (kPass == Pass::kTransition && lane % 4 == 0) scratch.key_weight[i] = -row;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int const j = 8 * half + 2 * (lane % 4);
       float const left = __fmul_rn(__fmul_rn(row, l[half][2 * r]), column_norm[half].x);
       float const right = __fmul_rn(__fmul_rn(row, l[half][2 * r + 1]), column_norm[half].y);
       *reinterpret_cast<float2*>(stage.l().at(i, j)) = {j < i ? left : 0.f, j + 1 < i ? right : 0.f};
-      *reinterpret_cast<uint32_t*>(stage.m.at(i, j)) =
-          pack_bf16(j <= i ? m[half][2 * r] : 0.f, j + 1 <= i ? m[half][2 * r + 1] : 0.f);
+      if constexpr (kPass == Pass::kForward) {
+        *reinterpret_cast<uint32_t*>(stage.m.at(i, j)) =
+            pack_bf16(j <= i ? m[half][2 * r] : 0.f, j + 1 <= i ? m[half][2 * r + 1] : 0.f);
+      }
     }
   }
 }
 
-// A = diag(n) (I + L)^{-1} diag(beta): X (I + L) = diag(n) solved for the rows of X by back substitution in fp32, split
-// into two bf16 parts that take L's place. Both half-warps solve for row lane % 16; the lower one stores the high part,
-// the upper one what is left of it.
-__device__ __forceinline__ void invert(Stage& stage, Scratch const& scratch, KeyNorms const& key_norms, int lane) {
+// diag(n) (I + L)^{-1}: X (I + L) = diag(n) solved for the rows of X by back substitution in fp32. Both half-warps
+// solve for row lane % 16.
+template <Pass kPass>
+__device__ __forceinline__ void solve(float (&x)[kChunk], Stage<kPass>& stage, KeyNorms const& key_norms, int lane) {
   int const i = lane % 16;
   float const norm = key_norms.data[i];
-  float x[kChunk];
 #pragma unroll
   for (int j = 0; j < kChunk; ++j) x[j] = i == j ? norm : 0.f;
 #pragma unroll
@@ -244,36 +253,93 @@ __device__ __forceinline__ void invert(Stage& stage, Scratch const& scratch, Key
       }
     }
   }
+}
+
+// A row of a [token, token] matrix as the sum of two bf16 numbers for each element.
+struct RowParts {
   uint32_t hi[kChunk / 2], lo[kChunk / 2];
+
+  // Of X diag(weights).
+  __device__ static RowParts of(float const (&x)[kChunk], float const* weights) {
+    RowParts parts;
 #pragma unroll
-  for (int j4 = 0; j4 < kChunk; j4 += 4) {
-    float4 const beta = *reinterpret_cast<float4 const*>(&scratch.beta[j4]);
-    float4 const a = times({x[j4], x[j4 + 1], x[j4 + 2], x[j4 + 3]}, beta);
-    uint2 const high = narrow(a);
-    float4 const kept = widen(high);
-    uint2 const low =
-        narrow({__fsub_rn(a.x, kept.x), __fsub_rn(a.y, kept.y), __fsub_rn(a.z, kept.z), __fsub_rn(a.w, kept.w)});
-    hi[j4 / 2] = high.x, hi[j4 / 2 + 1] = high.y;
-    lo[j4 / 2] = low.x, lo[j4 / 2 + 1] = low.y;
-  }
-  __syncwarp();  // every lane has read L
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (lane < 16) {
-      *reinterpret_cast<uint4*>(stage.a_hi.at(i, 8 * half)) =
-          make_uint4(hi[4 * half], hi[4 * half + 1], hi[4 * half + 2], hi[4 * half + 3]);
-    } else {
-      *reinterpret_cast<uint4*>(stage.a_lo.at(i, 8 * half)) =
-          make_uint4(lo[4 * half], lo[4 * half + 1], lo[4 * half + 2], lo[4 * half + 3]);
+    for (int j4 = 0; j4 < kChunk; j4 += 4) {
+      float4 const a = times({x[j4], x[j4 + 1], x[j4 + 2], x[j4 + 3]}, *reinterpret_cast<float4 const*>(&weights[j4]));
+      uint2 const high = narrow(a);
+      float4 const kept = widen(high);
+      uint2 const low =
+          narrow({__fsub_rn(a.x, kept.x), __fsub_rn(a.y, kept.y), __fsub_rn(a.z, kept.z), __fsub_rn(a.w, kept.w)});
+      parts.hi[j4 / 2] = high.x, parts.hi[j4 / 2 + 1] = high.y;
+      parts.lo[j4 / 2] = low.x, parts.lo[j4 / 2 + 1] = low.y;
     }
+    return parts;
+  }
+};
+__device__ __forceinline__ void store_row(Square& to, int i, uint32_t const (&row)[kChunk / 2]) {
+  *reinterpret_cast<uint4*>(to.at(i, 0)) = make_uint4(row[0], row[1], row[2], row[3]);
+  *reinterpret_cast<uint4*>(to.at(i, 8)) = make_uint4(row[4], row[5], row[6], row[7]);
+}
+
+// A = diag(n) (I + L)^{-1} diag(beta), split into two bf16 parts that take L's place: the lower half-warp stores the
+// high part, the upper one what is left of it.
+__device__ __forceinline__ void invert(ForwardStage& stage, Scratch const& scratch, KeyNorms const& key_norms,
+                                       int lane) {
+  float x[kChunk];
+  solve(x, stage, key_norms, lane);
+  RowParts const a = RowParts::of(x, scratch.beta);
+  __syncwarp();  // every lane has read L
+  if (lane < 16) {
+    store_row(stage.a_hi, lane % 16, a.hi);
+  } else {
+    store_row(stage.a_lo, lane % 16, a.lo);
   }
 }
 
-// The first half of the work. k, q and g have arrived in the stage. `token` says where in its sequence the chunk
-// starts.
-__device__ __forceinline__ void make_factors(FwdParams const& p, Stage& stage, Scratch& scratch, LaneGate const& gate,
-                                             Beta const& beta, bf16 logit, int, int token, int valid, int lane) {
-  query_norms(stage, scratch, p.scale, lane);
+// A likewise, by the lower half-warp, and from the upper one's -A diag(n), which lies in A's place before, W in K+'s
+// place.
+__device__ __forceinline__ void invert_and_fold(TransitionStage& stage, Scratch const& scratch,
+                                                KeyNorms const& key_norms, int lane) {
+  bool const is_upper = lane >= 16;
+  float x[kChunk];
+  solve(x, stage, key_norms, lane);
+  RowParts const a = RowParts::of(x, is_upper ? scratch.key_weight : scratch.beta);
+  auto const store = [&] { store_row(stage.a_hi, lane % 16, a.hi), store_row(stage.a_lo, lane % 16, a.lo); };
+  __syncwarp();  // every lane has read L
+  if (is_upper) store();
+  __syncwarp();
+  BlockPlace const place = BlockPlace::of_a(lane);
+  uint32_t w_hi[4], w_lo[4];
+  load_matrices(w_hi, stage.a_hi.at(place));
+  load_matrices(w_lo, stage.a_lo.at(place));
+  __syncwarp();  // every lane has read its part
+  if (!is_upper) store();
+
+  // Depth is the token of K+ here.
+  int const offset = tile_offset<TransitionStage::kRows>(place) + TransitionStage::kToKey;
+  uint32_t k[kHeadDim / 16][4];
+#pragma unroll
+  for (int b = 0; b < kHeadDim / 16; ++b) load_matrices_transposed(k[b], stage.rows.in_block(b, offset));
+#pragma unroll
+  for (int b = 0; b < kHeadDim / 16; ++b) {
+    float w[2][4] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      mma(w[half], w_lo, k[b][2 * half], k[b][2 * half + 1]);
+      mma(w[half], w_hi, k[b][2 * half], k[b][2 * half + 1]);
+    }
+    uint32_t packed[4];
+    pack_operand(packed, w[0], w[1]);
+    store_matrices(packed, stage.rows.in_block(b, offset));
+  }
+}
+
+// The first half of the work. k, q (but for a transition) and g have arrived in the stage. `token` says where in its
+// sequence the chunk starts.
+template <Pass kPass>
+__device__ __forceinline__ void make_factors(FwdParams const& p, Stage<kPass>& stage, Scratch& scratch,
+                                             LaneGate const& gate, Beta const& beta, bf16 logit, int, int token,
+                                             int valid, int lane) {
+  if constexpr (kPass == Pass::kForward) query_norms(stage, scratch, p.scale, lane);
   // Padded rows have a beta of zero, so that their U is zero. The logit is first used here: it came from device memory.
   if (lane < kChunk) scratch.beta[lane] = lane < valid ? beta.activated(p, logit) : 0.f;
   __syncwarp();
@@ -288,11 +354,16 @@ struct ChunkOrigin {
 };
 
 // The second half. On return everything is written and the scratch may be reused.
-__device__ __forceinline__ void make_matrices(FwdParams const&, Stage& stage, Scratch const& scratch,
+template <Pass kPass>
+__device__ __forceinline__ void make_matrices(FwdParams const&, Stage<kPass>& stage, Scratch& scratch,
                                               KeyNorms& key_norms, ChunkOrigin const&, int lane) {
   gram(stage, scratch, key_norms, true, lane);
   __syncwarp();
-  invert(stage, scratch, key_norms, lane);
+  if constexpr (kPass == Pass::kForward) {
+    invert(stage, scratch, key_norms, lane);
+  } else {
+    invert_and_fold(stage, scratch, key_norms, lane);
+  }
   __syncwarp();
 }
 

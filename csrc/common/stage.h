@@ -69,7 +69,8 @@ constexpr bool offsets_are_the_layouts() {
   }
   return true;
 }
-static_assert(offsets_are_the_layouts<kChunk>() && offsets_are_the_layouts<3 * kChunk>());
+static_assert(offsets_are_the_layouts<kChunk>() && offsets_are_the_layouts<2 * kChunk>() &&
+              offsets_are_the_layouts<3 * kChunk>());
 
 template <int kRows, int kChannels = kHeadDim>
 struct alignas(1024) Tile {
@@ -103,6 +104,7 @@ struct Square {
 // where L = strictly lower part of diag(beta n) K+ K-^T diag(n),  M = lower part of Q+ K-^T,
 //   A = diag(n) (I + L)^{-1} diag(beta).
 // k is not normalised row by row: its norm is found on the diagonal of K+ K-^T, and goes with the small matrices.
+// Where no output is wanted (Pass::kTransition), the WY form: U = A V + W S'^T with W = -A diag(n) K+ in K+'s place.
 //
 // G reaches -115 over 16 tokens at lower_bound = -5; the shift, a power of two and thus exact, keeps every decay within
 // 2^+-58, so that values up to 2^69 and states down to 2^-69 neither overflow nor lose bits. It is a constant: a
@@ -111,11 +113,11 @@ constexpr float kShift = 57.f;
 constexpr float kShiftDown = 0x1p-57f;  // 2^{-c}
 constexpr float kShiftUp = 0x1p57f;
 
-// First rows of the inputs, and of the factors that take their places, in a stage's tile.
-constexpr int kKeyRow = 0;            // k, then K+
-constexpr int kQueryRow = kChunk;     // q, then Q+
-constexpr int kGateRow = 2 * kChunk;  // g, then K-
-constexpr int kTileRows = 3 * kChunk;
+// What a chunk is prepared for.
+enum class Pass {
+  kForward,    // outputs and states
+  kTransition  // states only: no q, no Q+ and no M, but W
+};
 
 // L, in the order [i][j] but for halves of eight columns, which change places in every other pair of rows: a fragment's
 // stores then meet every bank once.
@@ -124,17 +126,31 @@ struct LowerTriangle {
   __device__ float* at(int i, int j) { return &data[i * kChunk + (j ^ (i / 2 % 2 * 8))]; }
 };
 
+template <Pass kPass>
 struct Stage {
-  Tile<kTileRows> rows;
+  // First rows of the inputs, and of the factors that take their places.
+  static constexpr int kQueryRow = 0;                                   // q, then Q+
+  static constexpr int kKeyRow = kPass == Pass::kForward ? kChunk : 0;  // k, then K+, then, in a transition, W
+  static constexpr int kGateRow = kKeyRow + kChunk;                     // g, then K-
+  static constexpr int kRows = kGateRow + kChunk;
+  // From a place among the tile's first rows to the same among those.
+  static constexpr int kToQuery = tile_offset<kRows>(kQueryRow, 0);
+  static constexpr int kToKey = tile_offset<kRows>(kKeyRow, 0);
+  static constexpr int kToGate = tile_offset<kRows>(kGateRow, 0);
+
+  Tile<kRows> rows;
   Square a_hi, a_lo;  // A = a_hi + a_lo
   Square m;           // M
   Decay decay;        // 2^{G_C}
-  // L lies in A's place until it is solved.
+  // L lies in A's place until it is solved, and in a transition then the parts of -A diag(n) until W is made.
   __device__ LowerTriangle& l() { return reinterpret_cast<LowerTriangle&>(a_hi); }
 };
+using ForwardStage = Stage<Pass::kForward>;
+using TransitionStage = Stage<Pass::kTransition>;
 static_assert(sizeof(LowerTriangle) == 2 * sizeof(Square) &&
-              offsetof(Stage, a_lo) == offsetof(Stage, a_hi) + sizeof(Square));
-static_assert(sizeof(Stage) == 14 * 1024, "every stage starts on a swizzle period");
+              offsetof(ForwardStage, a_lo) == offsetof(ForwardStage, a_hi) + sizeof(Square));
+static_assert(sizeof(ForwardStage) == 14 * 1024 && sizeof(TransitionStage) == 10 * 1024,
+              "every stage starts on a swizzle period");
 
 // n of a stage's chunk.
 struct alignas(16) KeyNorms {
@@ -145,6 +161,9 @@ struct alignas(16) KeyNorms {
 struct Scratch {
   alignas(16) float query_norm[kChunk];  // scale / |q_i|
   alignas(16) float beta[kChunk];
+  // Of a transition:
+  alignas(16) float key_weight[kChunk];  // -beta_i n_i
+  KeyNorms key_norms;
   int rows_in_range;  // common/general.h
 };
 

@@ -3,12 +3,10 @@
 
 #include <cutlass/numeric_types.h>
 
+#include "common/segment.h"
 #include "common/stage.h"
 
 namespace flash_kda {
-
-// Sixteen value rows of one head's state, all 128 key channels, in a warp: tile j holds channels 8 j .. 8 j + 7.
-using StateRows = float[kHeadDim / 8][4];
 
 __device__ __forceinline__ float2 load_pair(float const* p) { return *reinterpret_cast<float2 const*>(p); }
 __device__ __forceinline__ float2 load_pair(cutlass::bfloat16_t const* p) {
@@ -68,34 +66,78 @@ __device__ __forceinline__ int64_t offset_in_row(int head, int value) {
   return (int64_t(head) * kHeadDim + value) * kHeadDim;
 }
 
+// Rows of a state in memory; null: there are none.
+struct StateAddress {
+  void* rows;
+  bool is_fp32;  // else bf16
+};
+__device__ __forceinline__ StateAddress state_address(void const* states, int64_t element, bool is_fp32) {
+  int const element_bytes = is_fp32 ? sizeof(float) : sizeof(cutlass::bfloat16_t);
+  return {const_cast<char*>(static_cast<char const*>(states)) + element * element_bytes, is_fp32};
+}
+
+// Value rows from `value` on of the state that a sequence starts from, and of the one that it leaves.
+template <class Params>
+__device__ __forceinline__ StateAddress initial_state_of(Params const& p, int64_t sequence_index, int head, int value) {
+  static_assert(!kIsSegmented<Params>, "segments are no sequences");
+  int64_t const row = state_row(p, sequence_index);
+  if (p.initial_state == nullptr || row < 0) return {nullptr, true};
+  return state_address(p.initial_state, row * initial_pitch(p) + offset_in_row(head, value), p.state_is_fp32);
+}
+template <class Params>
+__device__ __forceinline__ StateAddress final_state_of(Params const& p, int64_t sequence_index, int head, int value) {
+  if (p.final_state == nullptr) return {nullptr, true};
+  int64_t const row = state_row(p, sequence_index);
+  if (row < 0) return {nullptr, true};
+  return state_address(p.final_state, row * final_pitch(p) + offset_in_row(head, value), p.state_is_fp32);
+}
+
+template <class Base>
+__device__ __forceinline__ StateAddress final_state_of(Segmented<Base> const& p, int64_t slot, int head, int value) {
+  Segment const segment = find_segment(p, int(slot));
+  if (segment.sequence_index < 0 || !segment.is_last()) return {nullptr, true};  // the workspace has the others
+  return final_state_of(static_cast<Base const&>(p), segment.sequence_index, head, value);
+}
+
 // Zero where there is no initial state.
+__device__ __forceinline__ void load_state(StateRows& state, StateAddress const& from, float factor, int lane) {
+  if (from.rows == nullptr) {
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 2; ++i) state[i / 4][i % 4] = 0.f;
+  } else if (from.is_fp32) {
+    load_state(state, static_cast<float const*>(from.rows), 0, factor, lane);
+  } else {
+    load_state(state, static_cast<cutlass::bfloat16_t const*>(from.rows), 0, factor, lane);
+  }
+}
+
 template <class Params>
 __device__ __forceinline__ void load_initial_state(StateRows& state, Params const& p, int64_t sequence_index, int head,
                                                    int value, float factor, int lane) {
-  int64_t const row = state_row(p, sequence_index);
-  int64_t const first = row * initial_pitch(p) + offset_in_row(head, value);
-  if (p.initial_state == nullptr || row < 0) {
-#pragma unroll
-    for (int i = 0; i < kHeadDim / 2; ++i) state[i / 4][i % 4] = 0.f;
-  } else if (p.state_is_fp32) {
-    load_state(state, static_cast<float const*>(p.initial_state), first, factor, lane);
+  load_state(state, initial_state_of(p, sequence_index, head, value), factor, lane);
+}
+// Segments start from the state after the one before.
+template <class Base>
+__device__ __forceinline__ void load_initial_state(StateRows& state, Segmented<Base> const& p, int64_t slot, int head,
+                                                   int value, float factor, int lane) {
+  Segment const segment = find_segment(p, int(slot));
+  if (segment.sequence_index < 0 || segment.is_first()) {
+    StateAddress const from = segment.sequence_index < 0
+                                  ? StateAddress{nullptr, true}
+                                  : initial_state_of(static_cast<Base const&>(p), segment.sequence_index, head, value);
+    load_state(state, from, factor, lane);
   } else {
-    load_state(state, static_cast<cutlass::bfloat16_t const*>(p.initial_state), first, factor, lane);
+    state_after(p, int(slot) - 1, head).load(state, value, factor, lane);
   }
 }
 
 // Nothing where no final state is wanted.
-template <class Params>
-__device__ __forceinline__ void store_final_state(StateRows const& state, Params const& p, int64_t sequence_index,
-                                                  int head, int value, float factor, int lane) {
-  if (p.final_state == nullptr) return;
-  int64_t const row = state_row(p, sequence_index);
-  if (row < 0) return;
-  int64_t const first = row * final_pitch(p) + offset_in_row(head, value);
-  if (p.state_is_fp32) {
-    store_state(state, static_cast<float*>(p.final_state), first, factor, lane);
+__device__ __forceinline__ void store_state(StateRows const& state, StateAddress const& to, float factor, int lane) {
+  if (to.rows == nullptr) return;
+  if (to.is_fp32) {
+    store_state(state, static_cast<float*>(to.rows), 0, factor, lane);
   } else {
-    store_state(state, static_cast<cutlass::bfloat16_t*>(p.final_state), first, factor, lane);
+    store_state(state, static_cast<cutlass::bfloat16_t*>(to.rows), 0, factor, lane);
   }
 }
 
@@ -122,6 +164,18 @@ __device__ __forceinline__ void store_checkpoint(GeneralParams const& p, StateRo
     store_state(state, static_cast<float*>(p.checkpoints.data), first, kShiftUp, lane);
   } else {
     store_state(state, static_cast<cutlass::bfloat16_t*>(p.checkpoints.data), first, kShiftUp, lane);
+  }
+}
+
+// A segment's, counted in its sequence's tokens. The state at a segment's start is stored by the one that ends there.
+template <class Base>
+__device__ __forceinline__ void store_checkpoint(Segmented<Base> const& p, StateRows const& state, int64_t slot,
+                                                 int head, int value, int tokens, int, int lane) {
+  if constexpr (kIsGeneral<Base>) {
+    Segment const segment = find_segment(p, int(slot));
+    if (tokens == 0 && !segment.is_first()) return;
+    store_checkpoint(static_cast<Base const&>(p), state, segment.sequence_index, head, value, segment.offset() + tokens,
+                     segment.sequence.length, lane);
   }
 }
 

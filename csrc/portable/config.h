@@ -18,7 +18,7 @@ constexpr int kStages = kPrepareWarps;
 constexpr int kThreads = (kRecurrenceWarps + kPrepareWarps) * kWarp;
 
 struct SharedStorage {
-  Stage stage[kStages];
+  ForwardStage stage[kStages];
   KeyNorms key_norms[kStages];
   Tile<kChunk> v[kStages];  // V, then O
   Scratch scratch[kPrepareWarps];

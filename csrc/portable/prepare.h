@@ -44,7 +44,7 @@ __device__ __forceinline__ void prefetch_rows(Rows const& rows, int64_t token, i
 template <class Params>
 __device__ __forceinline__ void prepare(Params const& p, SharedStorage& shared, Sequence const& sequence,
                                         int sequence_index, int head, int warp, int lane) {
-  Stage& stage = shared.stage[warp];
+  ForwardStage& stage = shared.stage[warp];
   Scratch& scratch = shared.scratch[warp];
 
   auto const gate = Forms<Params>::Gate::of(p, sequence, head, lane);
@@ -60,9 +60,9 @@ __device__ __forceinline__ void prepare(Params const& p, SharedStorage& shared, 
     auto const logit = beta.load(p, token, valid, lane);
 
     if (use > 0) shared.empty[warp].wait((use - 1) % 2);
-    copy_rows<PastTheEnd::kZero>(stage.rows, kKeyRow, k, token, valid, lane);
-    copy_rows<PastTheEnd::kZero>(stage.rows, kQueryRow, q, token, valid, lane);
-    if (g_is_staged(p)) copy_rows<PastTheEnd::kRepeat>(stage.rows, kGateRow, g, token, valid, lane);
+    copy_rows<PastTheEnd::kZero>(stage.rows, stage.kKeyRow, k, token, valid, lane);
+    copy_rows<PastTheEnd::kZero>(stage.rows, stage.kQueryRow, q, token, valid, lane);
+    if (g_is_staged(p)) copy_rows<PastTheEnd::kRepeat>(stage.rows, stage.kGateRow, g, token, valid, lane);
     cute::cp_async_fence();
     copy_rows<PastTheEnd::kZero>(shared.v[warp], 0, v, token, valid, lane);
     cute::cp_async_fence();

@@ -12,18 +12,18 @@ namespace flash_kda::portable {
 // Everything is transposed, value rows by tokens, so that the state is always the A operand or the accumulator:
 //   X^T = V^T - S' K+^T diag(n),  U^T = X^T A^T,  O^T = S' Q+^T + U^T M^T,  S' <- (S' + U^T K-) diag(decay)
 template <class Params>
-__device__ __forceinline__ void step(StateRows (&state)[kRowTiles], Stage& stage, KeyNorms const& key_norms,
+__device__ __forceinline__ void step(StateRows (&state)[kRowTiles], ForwardStage& stage, KeyNorms const& key_norms,
                                      Tile<kChunk>& values, int first_value, int lane) {
   BlockPlace const place = BlockPlace::of_b(lane);
-  int const offset = tile_offset<kTileRows>(place);
-  int const transposed_offset = tile_offset<kTileRows>(BlockPlace::of_a(lane)) + kToGate;
+  int const offset = tile_offset<ForwardStage::kRows>(place);
+  int const transposed_offset = tile_offset<ForwardStage::kRows>(BlockPlace::of_a(lane)) + ForwardStage::kToGate;
 
   float x[kRowTiles][2][4] = {}, o[kRowTiles][2][4] = {};
 #pragma unroll
   for (int j = 0; j < kHeadDim / 8; j += 2) {
     uint32_t k[4], q[4];
-    load_matrices(k, stage.rows.in_block(j / 2, offset));
-    load_matrices(q, stage.rows.in_block(j / 2, offset + kToQuery));
+    load_matrices(k, stage.rows.in_block(j / 2, offset + ForwardStage::kToKey));
+    load_matrices(q, stage.rows.in_block(j / 2, offset + ForwardStage::kToQuery));
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
       uint32_t s[4];
@@ -133,7 +133,7 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage& shared, Se
   uint32_t chunk = 0;
   for (int64_t token = 0; token < sequence.length; token += kChunk, ++chunk) {
     uint32_t const s = chunk % kStages;
-    Stage& stage = shared.stage[s];
+    ForwardStage& stage = shared.stage[s];
     shared.full[s].wait(chunk / kStages % 2);
     step<Params>(state, stage, shared.key_norms[s], shared.v[s], first_value, lane);
     __syncwarp();
@@ -150,7 +150,8 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage& shared, Se
 
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
-    store_final_state(state[t], p, sequence_index, head, first_value + 16 * t, is_empty ? 1.f : kShiftUp, lane);
+    store_state(state[t], final_state_of(p, sequence_index, head, first_value + 16 * t), is_empty ? 1.f : kShiftUp,
+                lane);
   }
 }
 

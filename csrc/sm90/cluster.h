@@ -17,7 +17,9 @@ __device__ __forceinline__ void copy_to_cta(void const* piece, int bytes, Barrie
                : "memory");
 }
 
-constexpr int kFactorBytes = sizeof(Stage) + sizeof(KeyNorms);
+// What the CTAs of a cluster share of a stage: all of it, with the key norms that only an output needs.
+template <Pass kPass>
+constexpr int kSharedBytes = sizeof(Stage<kPass>) + (kPass == Pass::kForward ? sizeof(KeyNorms) : 0);
 
 // A stage's factors to the same stage of another CTA. By a whole warp, after its proxy fence.
 template <class Config>
@@ -25,8 +27,9 @@ __device__ __forceinline__ void share_factors(SharedStorage<Config>& shared, int
   __syncwarp();
   if (!cute::elect_one_sync()) return;
   Barrier& full = shared.full[stage];
-  copy_to_cta(&shared.stage[stage], sizeof(Stage), full, cta);
-  copy_to_cta(&shared.key_norms[stage], sizeof(KeyNorms), full, cta);
+  copy_to_cta(&shared.stage[stage], sizeof(shared.stage[stage]), full, cta);
+  if constexpr (Config::kPass == Pass::kForward)
+    copy_to_cta(&shared.forward.key_norms[stage], sizeof(KeyNorms), full, cta);
 }
 
 }  // namespace flash_kda::sm90

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/barrier.h"
-#include "common/stage.h"
+#include "common/prepare.h"
 
 namespace flash_kda::sm90 {
 
@@ -24,29 +24,32 @@ static_assert(kMostPlannedCtas % 4 == 0);
 enum class Sharing {
   kWhole,  // a pair a CTA, and as many pairs, one after the other, as there are
   kSplit,  // a pair a cluster of two CTAs: 64 value rows each, and each prepares every other chunk for both
+  // The transition of a group of segments a cluster of two CTAs, which share chunks likewise: R's value rows in one,
+  // and in the other P's rows, which start from the identity and have no V.
+  kStacked
 };
 
 template <Sharing kSharing_>
 struct Config {
   static constexpr Sharing kSharing = kSharing_;
   static constexpr bool kIsSplit = kSharing == Sharing::kSplit;
-  static constexpr int kClusterSize = kIsSplit ? 2 : 1;
-  static constexpr int kValueRows = kIsSplit ? 64 : kHeadDim;  // of a CTA
+  static constexpr Pass kPass = kSharing == Sharing::kStacked ? Pass::kTransition : Pass::kForward;
+  static constexpr int kClusterSize = kSharing == Sharing::kWhole ? 1 : 2;
+  static constexpr int kValueRows = kIsSplit ? 64 : kHeadDim;  // of a CTA, or P's rows
 
   // Warpgroups in this order: recurrence (64 value rows each), then prepare.
   static constexpr int kRecurrenceWarpgroups = kValueRows / 64;
-  static constexpr int kPrepareWarps = kIsSplit ? 4 : 8;
-  static constexpr int kPrepareWarpgroups = kPrepareWarps / 4;
   static constexpr int kRecurrenceWarps = 4 * kRecurrenceWarpgroups;
-  static constexpr int kThreads = 128 * (kRecurrenceWarpgroups + kPrepareWarpgroups);
-  static constexpr int kStages = kIsSplit ? 13 : 12;
+  static constexpr int kPrepareWarps = kIsSplit ? 4 : 8;
+  static constexpr int kThreads = kWarp * (kRecurrenceWarps + kPrepareWarps);
+  static constexpr int kStages = kIsSplit ? 13 : kSharing == Sharing::kStacked ? 16 : 12;
   // A barrier's parity tells one phase from the next, no more. Whoever waits for the stage of chunk c has waited for
   // that of the chunk it filled before, kClusterSize kPrepareWarps chunks earlier: that much less than kStages makes
   // sure that chunk c - 2 kStages was worked off.
   static_assert(kClusterSize * kPrepareWarps <= kStages);
 
-  // Registers a thread, where roles trade them (kWhole): what the launch bounds give everyone, and what setmaxnreg
-  // makes of it.
+  // Registers a thread, where roles trade them (not in kSplit): what the launch bounds give everyone, and what
+  // setmaxnreg makes of it.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   template <class Params>
   static constexpr int kRecurrenceRegisters = kIsGeneral<Params> ? 168 : 152;
@@ -54,12 +57,12 @@ struct Config {
   static constexpr int kPrepareRegisters = kIsGeneral<Params> ? 88 : 104;
   template <class Params>
   static constexpr bool kRegistersSuffice =
-      kRecurrenceRegisters<Params> * kRecurrenceWarpgroups + kPrepareRegisters<Params> * kPrepareWarpgroups <=
-      kLaunchRegisters * (kRecurrenceWarpgroups + kPrepareWarpgroups);
+      kRecurrenceRegisters<Params> * kRecurrenceWarps + kPrepareRegisters<Params> * kPrepareWarps <=
+      kLaunchRegisters * (kRecurrenceWarps + kPrepareWarps);
 
-  // What TMA brings: k, q and g of a chunk, and the panels of V that hold the CTA's value rows.
+  // What TMA brings: k, q and g of a chunk, as many bytes each, and the panels of V that hold the CTA's value rows.
   static constexpr int kPanelBytes = kChunk * kPanel * int(sizeof(bf16));
-  static constexpr int kRowsBytes = kPanelBytes * 3 * (kHeadDim / kPanel);
+  static constexpr int kRowsBytes = kPanelBytes * (kHeadDim / kPanel);
   static constexpr int kValueBytes = kPanelBytes * (kValueRows / kPanel);
 };
 
@@ -70,13 +73,21 @@ struct alignas(128) OutTile {
   __device__ bf16* at(int token, int value) { return &data[token * 16 + (value ^ (token / 4 % 2 * 8))]; }
 };
 
+// What outputs need beside the ring.
+template <class Config, Pass = Config::kPass>
+struct ForwardStorage {
+  KeyNorms key_norms[Config::kStages];
+  OutTile out[Config::kRecurrenceWarps];
+  Plan plan;
+};
+template <class Config>
+struct ForwardStorage<Config, Pass::kTransition> {};
+
 template <class Config>
 struct SharedStorage {
-  Stage stage[Config::kStages];
+  Stage<Config::kPass> stage[Config::kStages];
   Tile<kChunk, Config::kValueRows> v[Config::kStages];
-  KeyNorms key_norms[Config::kStages];
   Scratch scratch[Config::kPrepareWarps];
-  OutTile out[Config::kRecurrenceWarps];
   // Stage s, with its V and its key norms, goes round three owners, use after use; use number i is phase i of all three
   // barriers. A stage is "prepared here" if a warp of this CTA does it, else by another CTA of the cluster.
   // - loaded (of stages prepared here): one arrival, of a prepare warp's lane, which announces the bytes, and the bytes
@@ -90,9 +101,24 @@ struct SharedStorage {
   Barrier loaded[Config::kStages];
   Barrier full[Config::kStages];
   Barrier empty[Config::kStages];
-  Plan plan;
+  ForwardStorage<Config> forward;
+
+  // n of a stage's chunk: a transition needs it no longer than the warp that prepares it.
+  __device__ KeyNorms& key_norms(int stage, int prepare_warp) {
+    if constexpr (Config::kPass == Pass::kForward) {
+      return forward.key_norms[stage];
+    } else {
+      return scratch[prepare_warp].key_norms;
+    }
+  }
 };
 static_assert(sizeof(SharedStorage<Config<Sharing::kWhole>>) <= 227 * 1024);
 static_assert(sizeof(SharedStorage<Config<Sharing::kSplit>>) <= 227 * 1024);
+static_assert(sizeof(SharedStorage<Config<Sharing::kStacked>>) <= 227 * 1024);
+
+// Segments of a sequence go in groups of two: a cluster finds the state after each from the one before the group, so
+// that states have to be handed from group to group only. The last segment of a sequence needs nobody.
+constexpr int kGroupSegments = 2;
+__host__ __device__ constexpr int groups_of(int segments) { return segments / kGroupSegments; }
 
 }  // namespace flash_kda::sm90

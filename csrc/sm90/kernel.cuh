@@ -4,6 +4,8 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include <algorithm>
+
 #include "common/launch.h"
 #include "sm90/prepare.h"
 #include "sm90/recurrence.h"
@@ -16,8 +18,8 @@ template <class Config, class Params>
 __device__ __forceinline__ void run_whole(Params const& p, TensorMaps const& maps, SharedStorage<Config>& shared,
                                           int warp, int lane) {
   static_assert(Config::template kRegistersSuffice<Params>, "setmaxnreg would wait for ever");
-  make_plan<Config>(p, shared.plan);  // ends with a block barrier
-  Schedule<Params> const schedule{p, shared.plan};
+  make_plan<Config>(p, shared.forward.plan);  // ends with a block barrier
+  Schedule<Params> const schedule{p, shared.forward.plan};
   if (warp < Config::kRecurrenceWarps) {
     cutlass::arch::warpgroup_reg_alloc<Config::template kRecurrenceRegisters<Params>>();
     WorkItem item;
@@ -57,6 +59,17 @@ __device__ __forceinline__ void run_split(Params const& p, TensorMaps const& map
   }
 }
 
+template <class Config>
+__device__ __forceinline__ void init_barriers(SharedStorage<Config>& shared) {
+  if (threadIdx.x != 0) return;
+  for (int s = 0; s < Config::kStages; ++s) {
+    shared.loaded[s].init(1);
+    shared.full[s].init(kWarp);
+    shared.empty[s].init(Config::kClusterSize * Config::kRecurrenceWarps);
+  }
+  cutlass::arch::fence_barrier_init();
+}
+
 template <class Config, class Params>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     fwd_kernel(__grid_constant__ Params const p, __grid_constant__ TensorMaps const maps) {
@@ -65,15 +78,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   // Uniform in a warp, and known to be: roles branch on it.
   int const warp = __shfl_sync(0xffffffff, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
 
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < Config::kStages; ++s) {
-      shared.loaded[s].init(1);
-      shared.full[s].init(kWarp);
-      shared.empty[s].init(Config::kIsSplit ? Config::kClusterSize * Config::kRecurrenceWarps
-                                            : Config::kRecurrenceWarps);
-    }
-    cutlass::arch::fence_barrier_init();
-  }
+  if (threadIdx.x == kWarp) prefetch_maps(maps);
+  init_barriers(shared);
   if constexpr (Config::kClusterSize == 1) {
     run_whole(p, maps, shared, warp, lane);
   } else {
@@ -83,25 +89,53 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
+// A launch with attributes: clusters, and kernels that may start before the one in front of them has ended.
+class LaunchConfig {
+ public:
+  LaunchConfig(int64_t ctas, int threads, int bytes, cudaStream_t stream) {
+    config_.gridDim = unsigned(ctas);
+    config_.blockDim = unsigned(threads);
+    config_.dynamicSmemBytes = bytes;
+    config_.stream = stream;
+    config_.attrs = attributes_;
+  }
+  LaunchConfig(LaunchConfig const&) = delete;
+  LaunchConfig& operator=(LaunchConfig const&) = delete;
+
+  LaunchConfig& in_clusters_of(int ctas) {
+    if (ctas == 1) return *this;
+    cudaLaunchAttribute& attribute = attributes_[config_.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {unsigned(ctas), 1, 1};
+    return *this;
+  }
+  // Once all of that one's CTAs have started; cudaGridDependencySynchronize waits for its end.
+  LaunchConfig& early() {
+    cudaLaunchAttribute& attribute = attributes_[config_.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    return *this;
+  }
+  operator cudaLaunchConfig_t const*() const { return &config_; }
+
+ private:
+  cudaLaunchConfig_t config_{};
+  cudaLaunchAttribute attributes_[2]{};
+};
+
 // Instantiated in a translation unit for each configuration and form of parameters, so that they build in parallel.
 template <class Config, class Params>
 cudaError_t launch_fwd(Params const& p, TensorMaps const& maps, Launch const& launch) {
   int const bytes = sizeof(SharedStorage<Config>);
   cudaError_t const status = allow_shared_memory<fwd_kernel<Config, Params>>(bytes, launch.device);
   if (status != cudaSuccess) return status;
-  int64_t const pairs = p.num_sequences * p.num_heads;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {Config::kClusterSize, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = Config::kClusterSize == 1 ? unsigned(pairs < launch.multiprocessors ? pairs : launch.multiprocessors)
-                                             : unsigned(pairs * Config::kClusterSize);
-  config.blockDim = Config::kThreads;
-  config.dynamicSmemBytes = bytes;
-  config.stream = launch.stream;
-  config.attrs = &cluster;
-  config.numAttrs = Config::kClusterSize == 1 ? 0 : 1;
-  return cudaLaunchKernelEx(&config, fwd_kernel<Config, Params>, p, maps);
+  int64_t const pairs = count_sequences(p) * p.num_heads;
+  int64_t const ctas =
+      Config::kClusterSize == 1 ? std::min(pairs, int64_t(launch.multiprocessors)) : pairs * Config::kClusterSize;
+  LaunchConfig config(ctas, Config::kThreads, bytes, launch.stream);
+  config.in_clusters_of(Config::kClusterSize);
+  if constexpr (kIsSegmented<Params>) config.early();
+  return cudaLaunchKernelEx(config, fwd_kernel<Config, Params>, p, maps);
 }
 
 // How many clusters run at once.
@@ -110,16 +144,10 @@ cudaError_t count_clusters(int& clusters, Launch const& launch) {
   int const bytes = sizeof(SharedStorage<Config>);
   cudaError_t const status = allow_shared_memory<fwd_kernel<Config, FwdParams>>(bytes, launch.device);
   if (status != cudaSuccess) return status;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {Config::kClusterSize, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = unsigned(launch.multiprocessors / Config::kClusterSize * Config::kClusterSize);
-  config.blockDim = Config::kThreads;
-  config.dynamicSmemBytes = bytes;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return cudaOccupancyMaxActiveClusters(&clusters, fwd_kernel<Config, FwdParams>, &config);
+  LaunchConfig config(launch.multiprocessors / Config::kClusterSize * Config::kClusterSize, Config::kThreads, bytes,
+                      nullptr);
+  config.in_clusters_of(Config::kClusterSize);
+  return cudaOccupancyMaxActiveClusters(&clusters, fwd_kernel<Config, FwdParams>, config);
 }
 
 }  // namespace flash_kda::sm90

@@ -17,6 +17,13 @@ __device__ __forceinline__ void copy_panel(CUtensorMap const& map, Barrier& barr
                                batch);
 }
 
+// Brings the maps nearer, which the first copies would wait for. By one thread.
+__device__ __forceinline__ void prefetch_maps(TensorMaps const& maps) {
+  for (CUtensorMap const* map : {&maps.k, &maps.g, &maps.q, &maps.v}) {
+    cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(map));
+  }
+}
+
 // Starts the copies of V. By one lane.
 template <class Config>
 __device__ __forceinline__ void load_values(TensorMaps const& maps, SharedStorage<Config>& shared, Barrier& barrier,
@@ -24,7 +31,7 @@ __device__ __forceinline__ void load_values(TensorMaps const& maps, SharedStorag
   int const batch = item.sequence.batch, first = item.sequence.begin + token;
 #pragma unroll
   for (int c = 0; c < Config::kValueRows; c += kPanel) {
-    copy_panel(maps.v, barrier, shared.v[stage].at(0, c), item.first_value + c, item.head, first, batch);
+    copy_panel(maps.v, barrier, shared.v[stage].at(0, c), item.first_row + c, item.head, first, batch);
   }
 }
 
@@ -34,50 +41,52 @@ template <class Config, class Params>
 __device__ __forceinline__ void load(Params const& p, TensorMaps const& maps, SharedStorage<Config>& shared,
                                      WorkItem const& item, int token, int stage_index) {
   if (!cute::elect_one_sync()) return;
+  constexpr bool kWithQuery = Config::kPass == Pass::kForward;
   int const batch = item.sequence.batch, first = item.sequence.begin + token;
-  Stage& stage = shared.stage[stage_index];
+  auto& stage = shared.stage[stage_index];
   Barrier& loaded = shared.loaded[stage_index];
   int const query_head = key_head(p, item.head);
-  loaded.arrive_and_expect_bytes(Config::kRowsBytes - (g_is_staged(p) ? 0 : Config::kRowsBytes / 3) +
-                                 Config::kValueBytes);
+  bool const has_g = g_is_staged(p), has_values = item.has_values();
+  loaded.arrive_and_expect_bytes(Config::kRowsBytes * (1 + kWithQuery + has_g) + has_values * Config::kValueBytes);
   // A box that reaches past the sequence brings rows of the next one, or zeros past the tensor: prepare clears those of
   // k, q and g, and the recurrence leaves out those of V.
 #pragma unroll
   for (int c = 0; c < kHeadDim; c += kPanel) {
-    copy_panel(maps.k, loaded, stage.rows.at(kKeyRow, c), c, query_head, first, batch);
-    copy_panel(maps.q, loaded, stage.rows.at(kQueryRow, c), c, query_head, first, batch);
-    if (g_is_staged(p)) copy_panel(maps.g, loaded, stage.rows.at(kGateRow, c), c, item.head, first, batch);
+    copy_panel(maps.k, loaded, stage.rows.at(stage.kKeyRow, c), c, query_head, first, batch);
+    if constexpr (kWithQuery)
+      copy_panel(maps.q, loaded, stage.rows.at(stage.kQueryRow, c), c, query_head, first, batch);
+    if (has_g) copy_panel(maps.g, loaded, stage.rows.at(stage.kGateRow, c), c, item.head, first, batch);
   }
-  load_values(maps, shared, loaded, item, token, stage_index);
+  if (has_values) load_values(maps, shared, loaded, item, token, stage_index);
 }
 
-// Loads V into a stage whose factors another CTA prepares, and announces both. By a whole warp.
+// Announces a stage whose factors another CTA prepares, and loads its V. By a whole warp.
 template <class Config>
 __device__ __forceinline__ void load_values_only(TensorMaps const& maps, SharedStorage<Config>& shared,
                                                  WorkItem const& item, int token, int stage) {
   Barrier& full = shared.full[stage];
   if (cute::elect_one_sync()) {
-    full.arrive_and_expect_bytes(Config::kValueBytes + kFactorBytes);
-    load_values(maps, shared, full, item, token, stage);
+    bool const has_values = item.has_values();
+    full.arrive_and_expect_bytes(has_values * Config::kValueBytes + kSharedBytes<Config::kPass>);
+    if (has_values) load_values(maps, shared, full, item, token, stage);
   } else {
     full.arrive();
   }
 }
 
-// Brings an item's initial state into L2, before the recurrence asks for it. By a whole warp.
+// Brings an item's initial state into L2, before the recurrence asks for it; a segment's mostly is there. By a whole
+// warp.
 template <class Config, class Params>
 __device__ __forceinline__ void prefetch_state(Params const& p, WorkItem const& item, int lane) {
-  if (p.initial_state == nullptr) return;
-  int const element_bytes = p.state_is_fp32 ? 4 : 2;
-  int64_t const row = state_row(p, item.sequence_index);
-  if (row < 0) return;
-  char const* const first = static_cast<char const*>(p.initial_state) +
-                            (row * initial_pitch(p) + offset_in_row(item.head, item.first_value)) * element_bytes;
-  constexpr int kLine = 128;
-  int const bytes = Config::kValueRows * kHeadDim * element_bytes;
+  if constexpr (!kIsSegmented<Params>) {
+    StateAddress const state = initial_state_of(p, item.sequence_index, item.head, item.first_row);
+    if (state.rows == nullptr) return;
+    constexpr int kLine = 128;
+    int const bytes = Config::kValueRows * kHeadDim * int(state.is_fp32 ? sizeof(float) : sizeof(bf16));
 #pragma unroll 1
-  for (int i = lane * kLine; i < bytes; i += kWarp * kLine) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(first + i));
+    for (int i = lane * kLine; i < bytes; i += kWarp * kLine) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<char const*>(state.rows) + i));
+    }
   }
 }
 

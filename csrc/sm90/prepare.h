@@ -10,15 +10,18 @@ namespace flash_kda::sm90 {
 
 // Clears the rows that TMA brought from beyond the sequence's end: a NaN there must not meet a zero. Those of g repeat
 // the last one before the end.
-__device__ __forceinline__ void clear_rows(Stage& stage, int valid, int lane) {
+template <Pass kPass>
+__device__ __forceinline__ void clear_rows(Stage<kPass>& stage, int valid, int lane) {
   int const channel = kLaneChannels * lane;
   uint2 const zero = make_uint2(0, 0);
-  uint2 const last = *reinterpret_cast<uint2 const*>(stage.rows.at(kGateRow + valid - 1, channel));
+  uint2 const last = *reinterpret_cast<uint2 const*>(stage.rows.at(stage.kGateRow + valid - 1, channel));
 #pragma unroll 1
   for (int row = valid; row < kChunk; ++row) {
-    *reinterpret_cast<uint2*>(stage.rows.at(kKeyRow + row, channel)) = zero;
-    *reinterpret_cast<uint2*>(stage.rows.at(kQueryRow + row, channel)) = zero;
-    *reinterpret_cast<uint2*>(stage.rows.at(kGateRow + row, channel)) = last;
+    *reinterpret_cast<uint2*>(stage.rows.at(stage.kKeyRow + row, channel)) = zero;
+    if constexpr (kPass == Pass::kForward) {
+      *reinterpret_cast<uint2*>(stage.rows.at(stage.kQueryRow + row, channel)) = zero;
+    }
+    *reinterpret_cast<uint2*>(stage.rows.at(stage.kGateRow + row, channel)) = last;
   }
   __syncwarp();
 }
@@ -71,7 +74,7 @@ __device__ __forceinline__ void prepare(Params const& p, TensorMaps const& maps,
     bool const has_chunk = jobs.has_chunk();
     int const s = jobs.place.stage;
     ChunkOrigin const origin = {jobs.item.sequence_index, jobs.item.head, jobs.token, valid_rows()};
-    Stage& stage = shared.stage[s];
+    auto& stage = shared.stage[s];
     if (has_chunk) {
       shared.loaded[s].wait(jobs.loads() % 2);
       if (origin.valid < kChunk) clear_rows(stage, origin.valid, lane);
@@ -81,7 +84,7 @@ __device__ __forceinline__ void prepare(Params const& p, TensorMaps const& maps,
     bool const is_early = !jobs.is_done && can_start();
     if (is_early) start();
     if (has_chunk) {
-      make_matrices(p, stage, scratch, shared.key_norms[s], origin, lane);
+      make_matrices(p, stage, scratch, shared.key_norms(s, warp), origin, lane);
       cutlass::arch::fence_view_async_shared();  // wgmma or a copy reads the factors, and TMA will overwrite them
       hand_over(s);
     }

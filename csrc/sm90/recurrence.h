@@ -39,12 +39,26 @@ struct Descriptor {
 // along the other one / 16, swizzle mode from bit 30 on.
 constexpr uint32_t leading(int bytes) { return uint32_t(bytes) / 16 << 16; }
 constexpr uint32_t kSwizzle128 = uint32_t(cute::GMMA::LayoutType::B128) << 30;
-constexpr int kGroupBytes = 8 * kPanel * int(sizeof(bf16));                  // eight rows of a panel
-constexpr int kPanelStride = kTileRows * kPanel * int(sizeof(bf16));         // from a panel to the next
+constexpr int kGroupBytes = 8 * kPanel * int(sizeof(bf16));  // eight rows of a panel
+template <int kRows>
+constexpr int kPanelStride = kRows * kPanel * int(sizeof(bf16));             // from a tile's panel to the next
 using RowsKMajor = Descriptor<leading(16), kSwizzle128 | kGroupBytes / 16>;  // the leading distance is not used
-using RowsMNMajor = Descriptor<leading(kPanelStride), kSwizzle128 | kGroupBytes / 16>;
+template <int kRows>
+using RowsMNMajor = Descriptor<leading(kPanelStride<kRows>), kSwizzle128 | kGroupBytes / 16>;
 using SquareKMajor =
     Descriptor<leading(square_offset(0, 8) * int(sizeof(bf16))), square_offset(8, 0) * sizeof(bf16) / 16>;
+
+// The state's decay over a chunk, as stage.h orders it.
+template <class State>
+__device__ __forceinline__ void apply_decay(State& state, float4 const (&decay)[kHeadDim / 16], bool is_negative) {
+#pragma unroll
+  for (int j = 0; j < kHeadDim / 8; ++j) {
+    float2 d = j % 2 ? float2{decay[j / 2].z, decay[j / 2].w} : float2{decay[j / 2].x, decay[j / 2].y};
+    if (is_negative) d = {-d.x, -d.y};
+    state(4 * j) = __fmul_rn(state(4 * j), d.x), state(4 * j + 1) = __fmul_rn(state(4 * j + 1), d.y);
+    state(4 * j + 2) = __fmul_rn(state(4 * j + 2), d.x), state(4 * j + 3) = __fmul_rn(state(4 * j + 3), d.y);
+  }
+}
 
 // All chunks of an item, by a warpgroup; `ring` is where they start. release(stage) is called by every lane that has
 // read a stage.
@@ -52,7 +66,7 @@ template <class Config, class Params, class Release>
 __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& shared, WorkItem const& item,
                                       RingPlace<Config>& ring, int warp, int lane, Release const& release) {
   using namespace cute;
-  int const warp_value = item.first_value + 16 * warp;  // the first of the warp's sixteen value rows
+  int const warp_value = item.first_row + 16 * warp;  // the first of the warp's sixteen value rows
 
   TiledMMA contract = make_tiled_mma(ContractAtom{});
   TiledMMA square = make_tiled_mma(SquareAtom{});
@@ -62,14 +76,15 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
   bool const is_empty = item.length() == 0;
   Tensor state = make_tensor<float>(Accumulator<kHeadDim / 8>{});
   StateRows& state_rows = reinterpret_cast<StateRows&>(state(0));
+  if constexpr (kIsSegmented<Params>) cudaGridDependencySynchronize();  // states after segments are there
   load_initial_state(state_rows, p, item.sequence_index, item.head, warp_value, is_empty ? 1.f : kShiftDown, lane);
   auto const checkpoint = [&](int tokens) {
     store_checkpoint(p, state_rows, item.sequence_index, item.head, warp_value, tokens, item.length(), lane);
   };
   checkpoint(0);
 
-  Tensor xo = make_tensor<float>(Accumulator<4>{});  // S' [K+; Q+]^T: X's part and then O's
-  // O goes on in registers of its own: as a part of xo, ptxas serialises wgmma (C7511).
+  Tensor ox = make_tensor<float>(Accumulator<4>{});  // S' [Q+; K+]^T: O's part and then X's
+  // O goes on in registers of its own: as a part of ox, ptxas serialises wgmma (C7511).
   Tensor o = make_tensor<float>(Accumulator<2>{});
   Tensor u = make_tensor<float>(Accumulator<2>{});
   Tensor s_operand = make_tensor<bf16>(Operand<kHeadDim / 16>{});
@@ -84,7 +99,7 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
   uint32_t const first_address = (cast_smem_ptr_to_uint(&shared.stage[0]) & 0x3ffff) / 16;
 
   // Two lanes store a token's sixteen values.
-  OutTile& out_tile = shared.out[warp];
+  OutTile& out_tile = shared.forward.out[warp];
   int const out_lane = kIsGeneral<Params> ? opaque(lane) : lane;  // not kept in registers from item to item
   int const row = out_lane / 2, column = 8 * (out_lane % 2);
   bf16* out = first_row<bf16>(p.out, item.sequence, item.head) + row * p.out.token_stride + warp_value + column;
@@ -106,8 +121,8 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
 #pragma unroll 1
   for (int left = item.length(); left > 0; left -= kChunk, ring.advance(1)) {
     int const s = ring.stage;
-    Stage& stage = shared.stage[s];
-    uint32_t const address = first_address + s * uint32_t(sizeof(Stage) / 16);
+    ForwardStage& stage = shared.stage[s];
+    uint32_t const address = first_address + s * uint32_t(sizeof(ForwardStage) / 16);
 
 #pragma unroll
     for (int i = 0; i < kHeadDim / 4; ++i) s_bits[i] = pack_bf16(state(2 * i), state(2 * i + 1));
@@ -127,16 +142,18 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
     float2 norm[2];  // of the tokens of a lane's columns
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      norm[half] = *reinterpret_cast<float2 const*>(&shared.key_norms[s].data[8 * half + 2 * (lane % 4)]);
+      norm[half] = *reinterpret_cast<float2 const*>(&shared.forward.key_norms[s].data[8 * half + 2 * (lane % 4)]);
     }
 
-    warpgroup_fence_operand(xo);
+    warpgroup_fence_operand(ox);
     warpgroup_arrive();
     contract.accumulate_ = GMMA::ScaleOut::Zero;
 #pragma unroll
     for (int b = 0; b < kHeadDim / 16; ++b) {
       gemm(contract, s_operand(_, _, b),
-           RowsKMajor::of(address, tile_offset<kTileRows>(kKeyRow, 16 * b) * int(sizeof(bf16))), xo);
+           RowsKMajor::of(address,
+                          tile_offset<ForwardStage::kRows>(ForwardStage::kQueryRow, 16 * b) * int(sizeof(bf16))),
+           ox);
       contract.accumulate_ = GMMA::ScaleOut::One;
     }
     warpgroup_commit_batch();
@@ -145,25 +162,25 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
       store_out(left + kChunk);
     }
     warpgroup_wait<0>();
-    warpgroup_fence_operand(xo);
+    warpgroup_fence_operand(ox);
 #pragma unroll
     for (int i = 0; i < 4; ++i) warpgroup_fence_operand(v[i]);  // not to be awaited between the products
 
 #pragma unroll
-    for (int i = 0; i < 8; ++i) o(i) = xo(8 + i);
+    for (int i = 0; i < 8; ++i) o(i) = ox(i);
     // X = V - S' K+^T diag(n) and A both in two bf16 parts; the product of the low parts is below fp32 rounding of the
     // whole.
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float2 const value = unpack_bf16(v[i]);
-      float const x = __fmaf_rn(-norm[i / 2].x, xo(2 * i), value.x);
-      float const y = __fmaf_rn(-norm[i / 2].y, xo(2 * i + 1), value.y);
+      float const x = __fmaf_rn(-norm[i / 2].x, ox(8 + 2 * i), value.x);
+      float const y = __fmaf_rn(-norm[i / 2].y, ox(9 + 2 * i), value.y);
       x_hi_bits[i] = pack_bf16(x, y);
       float2 const hi = unpack_bf16(x_hi_bits[i]);
       x_lo_bits[i] = pack_bf16(__fsub_rn(x, hi.x), __fsub_rn(y, hi.y));
     }
-    auto const a_hi = SquareKMajor::of(address, offsetof(Stage, a_hi));
-    auto const a_lo = SquareKMajor::of(address, offsetof(Stage, a_lo));
+    auto const a_hi = SquareKMajor::of(address, offsetof(ForwardStage, a_hi));
+    auto const a_lo = SquareKMajor::of(address, offsetof(ForwardStage, a_lo));
     warpgroup_fence_operand(u);
     warpgroup_arrive();
     square.accumulate_ = GMMA::ScaleOut::Zero;
@@ -184,26 +201,19 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
         decay[j] = *reinterpret_cast<float4 const*>(stage.decay.pair(2 * j, lane % 4));
       }
     };
-    auto const apply_decay = [&](bool is_negative) {
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) {
-        float2 d = j % 2 ? float2{decay[j / 2].z, decay[j / 2].w} : float2{decay[j / 2].x, decay[j / 2].y};
-        if (is_negative) d = {-d.x, -d.y};
-        state(4 * j) = __fmul_rn(state(4 * j), d.x), state(4 * j + 1) = __fmul_rn(state(4 * j + 1), d.y);
-        state(4 * j + 2) = __fmul_rn(state(4 * j + 2), d.x), state(4 * j + 3) = __fmul_rn(state(4 * j + 3), d.y);
-      }
-    };
     if (decay_first) {
       fetch_decay();
-      apply_decay(true);
+      apply_decay(state, decay, true);
     }
     warpgroup_fence_operand(o);
     warpgroup_fence_operand(state);
     warpgroup_arrive();
-    gemm(square, u_operand(_, _, 0), SquareKMajor::of(address, offsetof(Stage, m)), o);
+    gemm(square, u_operand(_, _, 0), SquareKMajor::of(address, offsetof(ForwardStage, m)), o);
     warpgroup_commit_batch();
     update.accumulate_ = GMMA::ScaleOut::One;
-    gemm(update, u_operand(_, _, 0), RowsMNMajor::of(address, tile_offset<kTileRows>(kGateRow, 0) * int(sizeof(bf16))),
+    gemm(update, u_operand(_, _, 0),
+         RowsMNMajor<ForwardStage::kRows>::of(
+             address, tile_offset<ForwardStage::kRows>(ForwardStage::kGateRow, 0) * int(sizeof(bf16))),
          state);
     warpgroup_commit_batch();
 
@@ -216,7 +226,7 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
     if (!decay_first) fetch_decay();
     warpgroup_wait<0>();
     warpgroup_fence_operand(state);
-    if (!decay_first) apply_decay(false);
+    if (!decay_first) apply_decay(state, decay, false);
     release(s);
     if (left >= kChunk) checkpoint(item.length() - left + kChunk);
   }
@@ -226,7 +236,8 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
     store_out(left);
   }
 
-  store_final_state(state_rows, p, item.sequence_index, item.head, warp_value, is_empty ? 1.f : kShiftUp, lane);
+  store_state(state_rows, final_state_of(p, item.sequence_index, item.head, warp_value), is_empty ? 1.f : kShiftUp,
+              lane);
 }
 
 }  // namespace flash_kda::sm90

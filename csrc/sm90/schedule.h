@@ -1,24 +1,25 @@
 // Which CTA does what, and in which order. Every role knows from the start, so that nobody has to ask.
 #pragma once
 
-#include "common/sequence.h"
+#include "common/segment.h"
 #include "sm90/config.h"
 
 namespace flash_kda::sm90 {
 
-// A (sequence, head) pair, or a part of its value rows.
+// A (sequence, head) pair, or a part of its value rows. Where sequences are cut, segments stand for sequences.
 struct WorkItem {
   Sequence sequence;
   int sequence_index;
   int head;
-  int first_value;
+  int first_row;  // of [V; P]: value rows, and from kHeadDim on those of P
 
   // Pairs run over heads, then sequences; `sequence_index` comes in any order.
   template <class Params>
-  __device__ static WorkItem of(Params const& p, int sequence_index, int head, int first_value) {
-    return {find_sequence(p, sequence_index), sequence_index, head, first_value};
+  __device__ static WorkItem of(Params const& p, int sequence_index, int head, int first_row) {
+    return {find_sequence(p, sequence_index), sequence_index, head, first_row};
   }
 
+  __device__ bool has_values() const { return first_row < kHeadDim; }
   __device__ int length() const { return sequence.length; }
   __device__ int chunks() const { return (length() + kChunk - 1) / kChunk; }
 };
@@ -31,7 +32,7 @@ struct Schedule {
   Params const& p;
   Plan const& plan;
 
-  __device__ int64_t items() const { return p.num_sequences * p.num_heads; }
+  __device__ int64_t items() const { return count_sequences(p) * p.num_heads; }
 
   // The CTA's item of a round, or false past its last.
   __device__ bool find(WorkItem& item, int round) const {
@@ -43,7 +44,7 @@ struct Schedule {
     int64_t const index = first + cta;
     if (index >= items()) return false;
     int64_t const rank = index / p.num_heads;
-    item = WorkItem::of(p, p.num_sequences > kMostRanked ? rank : plan.order[rank], int(index % p.num_heads), 0);
+    item = WorkItem::of(p, count_sequences(p) > kMostRanked ? rank : plan.order[rank], int(index % p.num_heads), 0);
     return true;
   }
 };
@@ -53,18 +54,27 @@ template <class Config, class Params>
 __device__ __forceinline__ void make_plan(Params const& p, Plan& plan) {
   static_assert(Config::kThreads >= kMostRanked && Config::kThreads >= kMostPlannedCtas);
   int const thread = threadIdx.x, ctas = int(gridDim.x);
-  bool const is_ranked = p.num_sequences <= kMostRanked;
+  int64_t const sequences = count_sequences(p);
+  bool const is_ranked = sequences <= kMostRanked;
   auto const chunks_of = [&](int64_t n) { return int((find_sequence(p, n).length + kChunk - 1) / kChunk); };
 
+  bool const has_sequence = is_ranked && thread < sequences;
+  // With an item a CTA at most there is nothing to plan.
+  if (sequences * p.num_heads <= ctas) {
+    if (has_sequence) plan.order[thread] = int16_t(thread);
+    if (thread < kMostPlannedRounds) plan.place[thread] = int16_t(blockIdx.x);
+    __syncthreads();
+    return;
+  }
+
   // Sequences by length, ties by index.
-  bool const has_sequence = is_ranked && thread < p.num_sequences;
   int const mine = has_sequence ? chunks_of(thread) : 0;
   if (has_sequence) plan.chunks[thread] = mine;
   __syncthreads();
   if (has_sequence) {
     int rank = 0;
 #pragma unroll 4
-    for (int m = 0; m < p.num_sequences; ++m) {
+    for (int m = 0; m < sequences; ++m) {
       int const other = plan.chunks[m];
       rank += other > mine || (other == mine && m < thread);
     }
@@ -74,14 +84,14 @@ __device__ __forceinline__ void make_plan(Params const& p, Plan& plan) {
   __syncthreads();
 
   // Without an order, or among equals, places go by index.
-  bool const is_planned = is_ranked && ctas <= kMostPlannedCtas && plan.length[0] != plan.length[p.num_sequences - 1];
+  bool const is_planned = is_ranked && ctas <= kMostPlannedCtas && plan.length[0] != plan.length[sequences - 1];
   if (thread < kMostPlannedRounds) plan.place[thread] = int16_t(blockIdx.x);
   if (thread < kMostPlannedCtas) plan.chunks[thread] = thread < ctas ? 0 : 0x7fffffff;
   __syncthreads();
   if (!is_planned) return;
 
   // Thread c follows CTA c: its place in a round is its rank by chunks, ties by index.
-  int64_t const items = p.num_sequences * p.num_heads;
+  int64_t const items = sequences * p.num_heads;
   int const rounds = int(min((items + ctas - 1) / ctas, int64_t(kMostPlannedRounds)));
   for (int round = 0; round < rounds; ++round) {
     int place = 0;
@@ -163,7 +173,7 @@ struct ListJobs {
   }
 };
 
-// Sharing::kSplit: of every two chunks this CTA's is prepared, and the other CTA's has its V loaded.
+// In a cluster: of every two chunks this CTA's is prepared, and the other CTA's has its V loaded.
 template <class Config>
 struct SplitJobs {
   WorkItem const& item;
@@ -180,9 +190,9 @@ struct SplitJobs {
     first += 2 * Config::kPrepareWarps;
     settle();
   }
-  // With an odd number of stages, every stage has a chunk of this CTA's at every other use.
-  static_assert(!Config::kIsSplit || Config::kStages % 2 == 1);
-  __device__ uint32_t loads() const { return place.use / 2; }
+  // With an odd number of stages, every stage has a chunk of this CTA's at every other use; with an even one, half of
+  // the stages have nothing else.
+  __device__ uint32_t loads() const { return Config::kStages % 2 == 1 ? place.use / 2 : place.use; }
   __device__ bool has_chunk() const { return token < item.length(); }
   __device__ bool has_other() const { return other_token() < item.length(); }
   __device__ int other_token() const { return (first + 1 - rank) * kChunk; }

@@ -13,7 +13,11 @@ cudaError_t fwd_split(FwdParams const& p, TensorMaps const& maps, Launch const& 
 cudaError_t fwd_whole(GeneralParams const& p, TensorMaps const& maps, Launch const& launch);
 cudaError_t fwd_split(GeneralParams const& p, TensorMaps const& maps, Launch const& launch);
 
-// How many clusters of that one run at once.
+// Pairs cut into segments.
+cudaError_t fwd_segments(Segmented<FwdParams> const& p, TensorMaps const& maps, Launch const& launch);
+cudaError_t fwd_segments(Segmented<GeneralParams> const& p, TensorMaps const& maps, Launch const& launch);
+
+// How many clusters of fwd_split run at once.
 cudaError_t clusters_split(int& clusters, Launch const& launch);
 
 }  // namespace flash_kda::sm90
