@@ -10,8 +10,8 @@ import torch
 from inputs import cu_seqlens_of, make_inputs
 
 import flash_kda
-from flash_kda.interface import SCHEDULES
-from flash_kda.validation import in_common_form, validate
+from flash_kda.interface import SCHEDULES, numbers_of
+from flash_kda.validation import PLAIN, in_common_form, validate
 
 PARAMETERS = inspect.signature(flash_kda.fwd).parameters.values()
 ORDER = tuple(x.name for x in PARAMETERS if x.kind is not x.KEYWORD_ONLY)
@@ -288,8 +288,21 @@ def test_schedule(call, monkeypatch):
         flash_kda.fwd(**call)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "fused projection", "head-major", "no states", "batch", "parameters"])
+LAYOUTS = (
+    "contiguous",
+    "fused projection",
+    "head-major",
+    "no states",
+    "only one state",
+    "in place",
+    "batch",
+    "parameters",
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_usual_layouts_take_the_quick_check(call, layout):
+    """And the kernels are told by it what they are told after the full check."""
     if layout == "fused projection":
         fused = torch.zeros(1, T, 5 * H * 128 + 8, dtype=torch.bfloat16)
         views = (fused[..., i * H * 128 : (i + 1) * H * 128].unflatten(-1, (H, 128)) for i in range(4))
@@ -299,6 +312,11 @@ def test_usual_layouts_take_the_quick_check(call, layout):
         call["out"] = torch.empty_like(call["v"])
     elif layout == "no states":
         call |= dict.fromkeys(STATES)
+    elif layout == "only one state":
+        call["initial_state"] = None
+        call["final_state"] = call["final_state"].bfloat16()
+    elif layout == "in place":
+        call["initial_state"] = call["final_state"].view(N, H, 128, 128)  # another tensor of the same memory
     elif layout == "batch":
         call |= make_inputs("random", 3, T, H, "cpu", state_dtype=torch.float32)
         call |= {"out": torch.empty_like(call["q"]), "cu_seqlens": None}
@@ -306,7 +324,7 @@ def test_usual_layouts_take_the_quick_check(call, layout):
         call |= {name: torch.nn.Parameter(call[name], requires_grad=False) for name in ("A_log", "dt_bias")}
     arguments = [call[name] for name in ORDER]
     validate(*arguments)
-    assert in_common_form(*arguments)
+    assert (in_common_form(*arguments), True) == numbers_of(*arguments, PLAIN)
 
 
 def test_import_needs_neither_kernels_nor_a_gpu_nor_nvcc():
