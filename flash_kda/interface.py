@@ -5,7 +5,17 @@ import os
 
 import torch
 
-from flash_kda.validation import PLAIN, Options, checkpoint_count, in_common_form, is_plain, validate
+from flash_kda.validation import (
+    CHECKPOINTS_AT,
+    PLAIN,
+    Options,
+    check_choice,
+    check_interval,
+    checkpoint_count,
+    in_common_form,
+    is_plain,
+    validate,
+)
 
 SCHEDULES = ("auto", "portable", "sm90")
 
@@ -268,7 +278,18 @@ def checkpoint_offsets(lengths: torch.Tensor, interval: int, at: str = "end") ->
 
     Returns:
         int64 [N + 1] on the lengths' device: sequence n has rows [n] up to [n + 1], and [N] rows are needed in all.
+
+    Raises:
+        TypeError, ValueError: lengths that are no tensor of integers [N], or an interval or `at` that `fwd` rejects.
     """
+    if not isinstance(lengths, torch.Tensor):
+        raise TypeError(f"lengths: expected a torch.Tensor, got {type(lengths).__name__}")
+    if lengths.dtype.is_floating_point or lengths.dtype.is_complex or lengths.dtype is torch.bool:
+        raise TypeError(f"lengths: expected an integer dtype, got {lengths.dtype}")
+    if lengths.dim() != 1:
+        raise ValueError(f"lengths: expected shape [N], got {list(lengths.shape)}")
+    check_interval("interval", interval)
+    check_choice("at", at, CHECKPOINTS_AT)
     counts = checkpoint_count(lengths.to(torch.int64), interval, at)
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 

@@ -247,22 +247,22 @@ def validate(
     _check_switches(options)
 
     for name in ("q", "k", "v", "out"):
-        _check_dtype(name, tensors[name], torch.bfloat16)
+        check_dtype(name, tensors[name], torch.bfloat16)
     for name in ("g", "beta", "initial_state", "final_state", "checkpoints"):
         if name in tensors:
-            _check_dtype(name, tensors[name], torch.bfloat16, torch.float32)
+            check_dtype(name, tensors[name], torch.bfloat16, torch.float32)
     for name in ("A_log", "dt_bias"):
         if name in tensors:
-            _check_dtype(name, tensors[name], torch.float32)
+            check_dtype(name, tensors[name], torch.float32)
     if initial_state is not None and final_state is not None and initial_state.dtype != final_state.dtype:
         raise TypeError(
             f"final_state: expected the dtype of initial_state, {initial_state.dtype}, got {final_state.dtype}"
         )
     for name in ("cu_seqlens", "state_indices"):
         if name in tensors:
-            _check_dtype(name, tensors[name], torch.int64, torch.int32)
+            check_dtype(name, tensors[name], torch.int64, torch.int32)
     if "checkpoint_offsets" in tensors:
-        _check_dtype("checkpoint_offsets", tensors["checkpoint_offsets"], torch.int64)
+        check_dtype("checkpoint_offsets", tensors["checkpoint_offsets"], torch.int64)
 
     for name, x in tensors.items():
         if x.device != q.device:
@@ -317,11 +317,7 @@ def validate(
 
 def _check_switches(options):
     for name, known in (("gate", GATES), ("checkpoint_at", CHECKPOINTS_AT)):
-        value = getattr(options, name)
-        if not isinstance(value, str):
-            raise TypeError(f"{name}: expected a str, got {type(value).__name__}")
-        if value not in known:
-            raise ValueError(f"{name}: expected one of {', '.join(map(repr, known))}, got {value!r}")
+        check_choice(name, getattr(options, name), known)
     for name in ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"):
         value = getattr(options, name)
         if not isinstance(value, bool):
@@ -336,12 +332,23 @@ def _check_switches(options):
             if getattr(options, name) is not None:
                 raise ValueError(f"{name}: expected None without checkpoints")
         return
+    check_interval("checkpoint_interval", interval, "an int with checkpoints")
+
+
+def check_interval(name, interval, expected="an int"):
+    """TypeError or ValueError unless checkpoints can lie `interval` tokens apart."""
     if isinstance(interval, bool) or not isinstance(interval, int):
-        raise TypeError(f"checkpoint_interval: expected an int with checkpoints, got {type(interval).__name__}")
+        raise TypeError(f"{name}: expected {expected}, got {type(interval).__name__}")
     if interval <= 0 or interval % CHECKPOINT_UNIT or interval > TOKENS_MAX:
-        raise ValueError(
-            f"checkpoint_interval: expected a positive multiple of {CHECKPOINT_UNIT} tokens, got {interval}"
-        )
+        raise ValueError(f"{name}: expected a positive multiple of {CHECKPOINT_UNIT} tokens, got {interval}")
+
+
+def check_choice(name, value, known):
+    """TypeError or ValueError unless value is one of the known strings."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected a str, got {type(value).__name__}")
+    if value not in known:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, known))}, got {value!r}")
 
 
 def _check_shapes(tensors, options):
@@ -453,7 +460,8 @@ def _number(name, value):
         raise ValueError(f"{name}: expected a finite fp32 number, got an int beyond the range of float") from None
 
 
-def _check_dtype(name, x, *expected):
+def check_dtype(name, x, *expected):
+    """TypeError unless x has one of the expected dtypes."""
     if x.dtype not in expected:
         raise TypeError(f"{name}: expected dtype {' or '.join(map(str, expected))}, got {x.dtype}")
 

@@ -79,6 +79,11 @@ def test_state_dtypes_match(call, name):
     rejects(call, TypeError, message, **{name: call[name].bfloat16()})
 
 
+def test_head_dimension_of_all_at_once(call):
+    changes = {name: call[name][..., :64].contiguous() for name in TOKEN_TENSORS}
+    rejects(call, ValueError, r"^q: expected shape \[B, T, H, 128\]", **changes)
+
+
 class Wrapper(torch.Tensor):
     pass
 
@@ -465,3 +470,20 @@ def test_gate_rows_of_fp32(call, dtype):
     wide = torch.zeros(1, T, H, 130)[..., :128]
     rejects(call, ValueError, r"^g: expected a (token|head) stride that is a multiple of 4 elements", g=wide)
     rejects(call, TypeError, r"^g: expected dtype torch.bfloat16 or torch.float32", g=call["g"].to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([64, 64], 64), TypeError, r"^lengths: expected a torch\.Tensor, got list"),
+        ((torch.ones(2), 64), TypeError, r"^lengths: expected an integer dtype, got torch\.float32"),
+        ((torch.tensor(64), 64), ValueError, r"^lengths: expected shape \[N\], got \[\]"),
+        ((torch.tensor([64]), "64"), TypeError, r"^interval: expected an int, got str"),
+        ((torch.tensor([64]), 0), ValueError, r"^interval: expected a positive multiple of 64 tokens, got 0"),
+        ((torch.tensor([64]), 64, 1), TypeError, r"^at: expected a str, got int"),
+        ((torch.tensor([64]), 64, "middle"), ValueError, r"^at: expected one of 'end', 'start', got 'middle'"),
+    ],
+)
+def test_checkpoint_offsets(arguments, error, message):
+    with pytest.raises(error, match=message):
+        flash_kda.checkpoint_offsets(*arguments)
