@@ -151,7 +151,7 @@ def test_no_heads(call):
 
 
 def test_batch_with_cu_seqlens(call):
-    changes = {name: call[name].expand(2, *call[name].shape[1:]) for name in ("q", "k", "v", "g", "beta", "out")}
+    changes = {name: torch.cat((call[name], call[name])) for name in ("q", "k", "v", "g", "beta", "out")}
     rejects(call, ValueError, r"^q: expected B = 1 with cu_seqlens", **changes)
 
 
@@ -238,6 +238,28 @@ def test_out_overlaps_an_input(call, name):
 def test_out_overlaps_itself(call, dimension):
     out = call["out"].narrow(dimension, 0, 1).expand(call["out"].shape)
     rejects(call, ValueError, r"^out: expected every element at an address of its own", out=out)
+
+
+@pytest.mark.parametrize("output", ["out", "final_state"])
+@pytest.mark.parametrize("name", TENSORS)
+def test_neighbours_and_overlaps(call, output, name):
+    """Two tensors in one buffer, either first: side by side they pass both checks, with bytes in common neither."""
+    if name == output:
+        return
+    sizes = {x: call[x].numel() * call[x].element_size() for x in (output, name)}
+    for first, second in ((output, name), (name, output)):
+        buffer = torch.zeros(sum(sizes.values()) + 16, dtype=torch.uint8)
+        for common in (0, min(16, sizes[first])):
+            lead = (common - sizes[first]) % 16  # so that the second is aligned
+            end = lead + sizes[first]
+            parts = {first: buffer[lead:end], second: buffer[end - common : end - common + sizes[second]]}
+            views = {x: part.view(call[x].dtype).view(call[x].shape) for x, part in parts.items()}
+            if common:
+                rejects(call, ValueError, "expected memory of its own, got a tensor that overlaps", **views)
+            else:
+                arguments = [(call | views)[x] for x in ORDER]
+                validate(*arguments)
+                assert in_common_form(*arguments)
 
 
 def test_final_state_overlaps(call):
