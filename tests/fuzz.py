@@ -58,7 +58,10 @@ GATES = {
     "extreme": BOUNDS["long"],
     "token by token": NO_DECAY_BOUNDS,
 }
-OPTIONS_BOUNDS = NO_DECAY_BOUNDS  # with keyword-only arguments, whatever the gate
+# With keyword-only arguments, whatever the gate. The emulation of Tally.pair_bounds gives up to 3.9e-3 and 2.4e-3 for
+# each kind of beta, gate and normalisation, in 406 of the first 590 such cases of seed 0; it does not cover softplus
+# and decays beyond what a chunk's factors hold.
+OPTIONS_BOUNDS = BOUNDS["long"]
 LAYOUTS = ("contiguous", "heads first", "wide heads", "wide tokens", "padded batch")
 MOST_FAILURES = 10
 NO_DEFAULT = dataclasses.MISSING
