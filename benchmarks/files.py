@@ -24,6 +24,12 @@ def is_ours(peer):
     return peer.startswith("flash_kda")
 
 
+def shown_peers(rows):
+    """The peers that tables have columns of: ours, and others that have a time in any of the rows."""
+    timed = {row["peer"] for row in rows if "error" not in row}
+    return [peer for peer in dict.fromkeys(row["peer"] for row in rows) if is_ours(peer) or peer in timed]
+
+
 def read(path):
     """The results in a file; ValueError, naming the file, where it cannot be read or holds something else."""
     try:

@@ -18,7 +18,7 @@ from accuracy import BOUNDS, TABLE
 from gpu_record import problems
 from inputs import GATE_KINDS
 
-from benchmarks.files import ROOT, is_ours, landed, read
+from benchmarks.files import ROOT, is_ours, landed, read, shown_peers
 
 README, DEEP_DIVE = ROOT / "README.md", ROOT / "docs" / "deep-dive.md"
 RECORD = ROOT / "tests" / "gpu_record.json"
@@ -80,7 +80,7 @@ def speed(record):
     """GPU time in microseconds, one row a case and one column a peer, both gate kinds in a cell."""
     benchmark, source = benchmark_of(record)
     rows = benchmark["rows"]
-    peers = list(dict.fromkeys(row["peer"] for row in rows))
+    peers = shown_peers(rows)
     cells = {(row["case"], row["peer"], row["gate"]): row for row in rows}
 
     def time_of(row):

@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
 from benchmarks import files
-from benchmarks.files import by_key, is_ours
+from benchmarks.files import by_key, is_ours, shown_peers
 from benchmarks.peers import PEERS
 from benchmarks.record_readme import error, microseconds, table
 
@@ -68,7 +68,7 @@ def cell(rows, case, peers, text):
 
 def times_table(result, name):
     """Floor, every peer, must and goal, our share of the floor and speed-up, for the cases of one table."""
-    rows, peers, main = by_key(result), peers_of(result), main_peer(result)
+    rows, peers, main = by_key(result), shown_peers(result["rows"]), main_peer(result)
     others = [peer for peer in peers if peer != main] if main else []
     first = {row["case"]: row for row in reversed(result["rows"]) if row["table"] == name}
     header = ["sequences", "H", "floor", *(f"{peer}: {GATES}" for peer in peers), "must", "goal"]

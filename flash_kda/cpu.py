@@ -39,6 +39,7 @@ STRONGEST_DECAY = -208.0  # a natural-log decay that takes every fp32 number to 
 # for caches, and bounded, so that memory use does not grow with the input.
 BLOCK_ROWS = 4096
 BUFFERS = 7  # of that many rows, in which a block works
+TEMPORARIES = 8  # of that many rows: more than what PyTorch's functions allocate at any one time
 _FP32 = dict(dtype=torch.float32, device="cpu")  # whatever the caller's defaults are
 _kept = threading.local()
 
@@ -76,23 +77,41 @@ def fwd_cpu(
     states = _States(initial_state, final_state, len(sequences), options)
     tensors = (q, k, v, g, beta)
 
-    workspace = _workspace(max(BLOCK_ROWS, CHUNK * H))
+    # Everything that needs memory comes before anything is written: what is lacking shows while the caller's tensors
+    # are as they were. (Other threads may still take what PyTorch's functions will ask for.)
+    rows = max(BLOCK_ROWS, CHUNK * H)
+    workspace = _workspace(rows)
     group = max(1, BLOCK_ROWS // (CHUNK * H))
+    # [K, V]: transposed, which makes both products with a state plain row-major ones. The last is for prefixes.
+    running_states = torch.empty(min(group, len(sequences)) + 1, H, 128, 128, **_FP32)
+    torch.empty(TEMPORARIES, rows * 128, **_FP32)
+
     for i in range(0, len(sequences), group):
         part = sequences[i : i + group]
-        state = _forward(part, tensors, scale, gate, out, states, workspace, options)
+        state = running_states[: len(part)]
+        _forward(part, tensors, scale, gate, out, states, state, workspace, options)
         if not math.isfinite(state.sum().item()):
             # In a matrix product 0 * NaN is NaN, so a NaN or Inf input also reaches earlier rows of its own chunk. The
             # tokens before it do not depend on it: they are computed again, as the sequence that ends there. What
             # spreads comes by k, v, g or beta, all of which reach the state and stay in it. One in q remains in its
             # own row.
             for n, b, start, length in part:
-                rows = slice(start, start + length)
-                finite = torch.stack([x[b, rows].isfinite().flatten(1).all(-1) for x in tensors]).all(0)
-                prefix = int(finite.int().cumprod(0).sum())
+                prefix = _finite_prefix(tensors, b, start, length)
                 if 0 < prefix < length:
-                    _forward([(n, b, start, prefix)], tensors, scale, gate, out, states, workspace, options)
+                    short = [(n, b, start, prefix)]
+                    _forward(short, tensors, scale, gate, out, states, running_states[-1:], workspace, options)
         states.store([n for n, *_ in part], state)  # last, because it may be the initial state
+
+
+def _finite_prefix(tensors, b, start, length):
+    """How many of the tokens come before the first that is NaN or Inf in any of the tensors."""
+    step = max(1, BLOCK_ROWS // tensors[2].shape[2])
+    for first in range(0, length, step):
+        rows = slice(start + first, start + min(first + step, length))
+        finite = torch.stack([x[b, rows].isfinite().flatten(1).all(-1) for x in tensors]).all(0)
+        if not finite.all():
+            return first + int(finite.int().cumprod(0).sum())
+    return length
 
 
 def _workspace(rows):
@@ -160,19 +179,21 @@ class _States:
             self.offsets = options.checkpoint_offsets.tolist()
             self.interval, self.at_start = options.checkpoint_interval, options.checkpoint_at == "start"
 
-    def load(self, sequences, H):
-        """fp32 [sequences, H, K, V]: transposed, which makes both products with a state plain row-major ones."""
-        state = torch.zeros(len(sequences), H, 128, 128, **_FP32)
-        named = [i for i, n in enumerate(sequences) if self.rows[n] >= 0]
-        if self.initial is not None and named:
-            state[named] = self.initial[[self.rows[sequences[i]] for i in named]].transpose(2, 3).float()
-        return state
+    def load(self, sequences, state):
+        """Fill `state`, fp32 [sequences, H, K, V]."""
+        for n, place in zip(sequences, state.unbind(), strict=True):
+            if self.initial is None or self.rows[n] < 0:
+                place.zero_()
+            else:
+                place.copy_(self.initial[self.rows[n]].transpose(1, 2))
 
     def store(self, sequences, state):
-        """`state` as fp32 [sequences, H, V, K]."""
-        named = [i for i, n in enumerate(sequences) if self.rows[n] >= 0]
-        if self.final is not None and named:
-            self.final[[self.rows[sequences[i]] for i in named]] = state[named].to(self.final.dtype)
+        """Write `state`, fp32 [sequences, H, K, V], to the final states."""
+        if self.final is None:
+            return
+        for n, place in zip(sequences, state.unbind(), strict=True):
+            if self.rows[n] >= 0:
+                self.final[self.rows[n]].copy_(place.transpose(1, 2))
 
     def store_checkpoint(self, sequence, tokens, length, state):
         """`state` [H, K, V] after `tokens` of the sequence's `length` tokens, where that is a checkpoint."""
@@ -182,16 +203,16 @@ class _States:
             return
         row = self.offsets[sequence] + tokens // self.interval - (not self.at_start)
         if 0 <= row < min(self.offsets[sequence + 1], len(self.checkpoints)):
-            self.checkpoints[row] = state.transpose(1, 2).to(self.checkpoints.dtype)
+            self.checkpoints[row].copy_(state.transpose(1, 2))
 
 
-def _forward(sequences, tensors, scale, gate, out, states, workspace, options):
+def _forward(sequences, tensors, scale, gate, out, states, state, workspace, options):
     """Run some (index, batch row, first token, length) `sequences`, longest first, from start to end.
 
-    Returns their final states, fp32 [sequences, H, V, K].
+    `state`, fp32 [sequences, H, K, V], is where their states are loaded and run, and holds the final ones afterwards.
     """
     H = tensors[2].shape[2]
-    state = states.load([n for n, *_ in sequences], H)
+    states.load([n for n, *_ in sequences], state)
     for i, (n, _, _, length) in enumerate(sequences):
         states.store_checkpoint(n, 0, length, state[i])
 
@@ -218,8 +239,6 @@ def _forward(sequences, tensors, scale, gate, out, states, workspace, options):
 
         _block(parts, chunks, tensors, scale, gate, out, state[:running], workspace, options, checkpoint)
         token += chunks * CHUNK
-
-    return state.transpose(2, 3)
 
 
 def _pieces(parts):

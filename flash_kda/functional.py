@@ -3,7 +3,7 @@
 import torch
 
 from flash_kda.interface import checkpoint_offsets, fwd
-from flash_kda.validation import ALIGNMENT, HEAD_DIM
+from flash_kda.validation import ALIGNMENT, HEAD_DIM, check_dtype
 
 STATE_INTERVAL = 64  # tokens between the intermediate states, flash-linear-attention's chunk
 
@@ -82,11 +82,28 @@ def chunk_kda(
         raise ValueError("A_log: expected a tensor with use_gate_in_kernel=True and lower_bound=None, got None")
     if return_intermediate_states and chunk_size != STATE_INTERVAL:
         raise ValueError(f"chunk_size: expected {STATE_INTERVAL} with return_intermediate_states, got {chunk_size}")
-    for name, x in (("q", q), ("k", k), ("v", v), ("g", g)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-        if x.dim() != 4:
+    # What has to hold before `fwd` can look at it.
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        _check_tensor(name, x, "a torch.Tensor")
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("initial_state", initial_state)):
+        if x is not None:
+            _check_tensor(name, x)
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("initial_state", initial_state)):
+        if x is not None and x.dim() != 4:
             raise ValueError(f"{name}: expected four dimensions, got shape {list(x.shape)}")
+    if initial_state is not None:
+        check_dtype("initial_state", initial_state, torch.bfloat16, torch.float32)
+    for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
+        if x is not None:
+            _check_tensor(name, x)
+            check_dtype(name, x, torch.int64, torch.int32)
+            if x.dim() != 1 or not x.shape[0]:
+                raise ValueError(f"{name}: expected shape [N + 1] with N >= 0, got {list(x.shape)}")
+    if cu_seqlens is not None and cu_seqlens_cpu is not None and cu_seqlens.shape != cu_seqlens_cpu.shape:
+        raise ValueError(
+            f"cu_seqlens_cpu: expected the shape of cu_seqlens, {list(cu_seqlens.shape)}, "
+            f"got {list(cu_seqlens_cpu.shape)}"
+        )
     B, T = q.shape[:2]
     HV = v.shape[2]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
@@ -139,6 +156,11 @@ def chunk_kda(
         return out, final_state
     h = layout(checkpoints["checkpoints"])
     return out, final_state, h.view(B, -1, *h.shape[1:]) if cu_seqlens is None else h[None]
+
+
+def _check_tensor(name, x, expected="a torch.Tensor or None"):
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
 
 
 def _served(x):

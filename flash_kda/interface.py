@@ -5,7 +5,17 @@ import os
 
 import torch
 
-from flash_kda.validation import PLAIN, Options, checkpoint_count, in_common_form, is_plain, validate
+from flash_kda.validation import (
+    CHECKPOINTS_AT,
+    PLAIN,
+    Options,
+    check_choice,
+    check_interval,
+    checkpoint_count,
+    in_common_form,
+    is_plain,
+    validate,
+)
 
 SCHEDULES = ("auto", "portable", "sm90")
 
@@ -187,56 +197,55 @@ def options_of(
 
 def run(arguments: tuple, options: Options) -> None:
     """`fwd` for its positional arguments, in order, and its options."""
-    places = []
+    numbers = ()
     if options is PLAIN:
         try:
-            places = in_common_form(*arguments)
+            numbers = in_common_form(*arguments)
         except (AttributeError, TypeError, ValueError, RuntimeError):
             pass
-    plain = bool(places)
+    plain = bool(numbers)
     if not plain:
         validate(*arguments, options)
     chosen = schedule()
-    q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens = arguments
+    q = arguments[0]
     if options.checkpoints is not None and options.checkpoint_offsets is None:
         options = options._replace(
-            checkpoint_offsets=_dense_offsets(q, cu_seqlens, options.checkpoint_interval, options.checkpoint_at)
+            checkpoint_offsets=_dense_offsets(q, arguments[-1], options.checkpoint_interval, options.checkpoint_at)
         )
     if not q.is_cuda:
         from flash_kda.cpu import fwd_cpu
 
         fwd_cpu(*arguments, options)
         return
+    if not plain:
+        numbers, plain = numbers_of(*arguments, options)
+    kernels = _extension or extension()
+    device = q.get_device()
+    call = kernels.fwd if plain else kernels.fwd_general
+    call(*numbers, device, _raw_stream(device), chosen)
 
+
+def numbers_of(
+    q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens, options
+):
+    """(the kernels' arguments, up to the device, of a call that `validate` has passed; whether it is a plain one)."""
     B, T, H, _ = q.shape
     HV = v.shape[2]
-    device = q.get_device()
     state = final_state if initial_state is None else initial_state
-    kernels = _extension or extension()
-    if not plain:
-        places = [number for x in (q, k, v, g, out, beta) for number in _place(x)]
     common = (
-        *places,
-        _pointer(A_log),
-        _pointer(dt_bias),
-        _pointer(initial_state),
-        _pointer(final_state),
-        _pointer(cu_seqlens),
+        *(number for x in (q, k, v, g, out, beta) for number in (x.data_ptr(), *x.stride()[:3])),
+        *(_pointer(x) for x in (A_log, dt_bias, initial_state, final_state, cu_seqlens)),
         T,
         HV,
         B if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         scale,
         -1.0 if lower_bound is None else lower_bound,
         state is not None and state.dtype is torch.float32,
-        device,
-        _raw_stream(device),
-        chosen,
     )
-    if plain or is_plain(q, v, g, beta, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens, options):
-        kernels.fwd(*common)
-        return
+    if is_plain(q, v, g, beta, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens, options):
+        return common, True
     indices, checkpoints = options.state_indices, options.checkpoints
-    kernels.fwd_general(
+    general = (
         _pointer(indices),
         indices is not None and indices.dtype is torch.int32,
         0 if state is None else state.shape[0],
@@ -256,8 +265,8 @@ def run(arguments: tuple, options: Options) -> None:
         g.dtype is torch.float32,
         beta.dtype is torch.float32,
         options.use_qk_l2norm_in_kernel,
-        *common,
     )
+    return general + common, False
 
 
 def checkpoint_offsets(lengths: torch.Tensor, interval: int, at: str = "end") -> torch.Tensor:
@@ -269,7 +278,18 @@ def checkpoint_offsets(lengths: torch.Tensor, interval: int, at: str = "end") ->
 
     Returns:
         int64 [N + 1] on the lengths' device: sequence n has rows [n] up to [n + 1], and [N] rows are needed in all.
+
+    Raises:
+        TypeError, ValueError: lengths that are no tensor of integers [N], or an interval or `at` that `fwd` rejects.
     """
+    if not isinstance(lengths, torch.Tensor):
+        raise TypeError(f"lengths: expected a torch.Tensor, got {type(lengths).__name__}")
+    if lengths.dtype.is_floating_point or lengths.dtype.is_complex or lengths.dtype is torch.bool:
+        raise TypeError(f"lengths: expected an integer dtype, got {lengths.dtype}")
+    if lengths.dim() != 1:
+        raise ValueError(f"lengths: expected shape [N], got {list(lengths.shape)}")
+    check_interval("interval", interval)
+    check_choice("at", at, CHECKPOINTS_AT)
     counts = checkpoint_count(lengths.to(torch.int64), interval, at)
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
@@ -291,8 +311,3 @@ def _pointer(x):
 def _pitch(state):
     """Elements from one row of a state pool to the next."""
     return state.stride(0) if len(state) > 1 else 0
-
-
-def _place(x):
-    """Address and batch, token and head strides in elements."""
-    return x.data_ptr(), *x.stride()[:3]

@@ -47,113 +47,175 @@ _is_grad_enabled = torch.is_grad_enabled
 
 def in_common_form(
     q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens
-) -> list:
-    """Where q, k, v, g, out and beta lie, if the call is legal, plain and usual; else an empty list.
+) -> tuple:
+    """The plain kernels' arguments, up to the device, if the call is legal, plain and usual; else an empty tuple.
 
-    Four integers each: address, and batch, token and head strides in elements. Usual means that the address ranges of
-    the inputs do not meet those of the outputs.
+    These are the address and the batch, token and head strides in elements of q, k, v, g, out and beta; the addresses
+    of A_log, dt_bias, initial_state, final_state and cu_seqlens, 0 for None; T, H, N, scale and lower_bound; whether
+    the states are fp32. Usual means that the address ranges of the inputs do not meet those of the outputs.
 
     Plain is what the plain kernels serve: one head of q and k for each of v, bf16 tokens, the bounded gate with A_log
     and dt_bias [H, K], contiguous states and int64 cu_seqlens.
 
-    May raise AttributeError, TypeError, ValueError or RuntimeError where an argument is not a dense tensor or number
-    at all.
+    Most of what a call costs the host goes by here: a property of a tensor is asked for once, and the tensors that
+    every call has are compared without a loop. May raise AttributeError, TypeError, ValueError or RuntimeError where an
+    argument is not a dense tensor or number at all.
     """
-    device = q.device
-    grad = _is_grad_enabled()
-    for x in (q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens):
-        if x is None:
-            continue
-        if type(x) not in _TENSOR_TYPES or x.device != device or (grad and x.requires_grad):
-            return []
-    if not (
-        q.dtype is k.dtype is v.dtype is g.dtype is out.dtype is beta.dtype is _bfloat16
-        and A_log.dtype is dt_bias.dtype is _float32
-    ):
-        return []
-
-    shape = q.shape
+    shape, device, grad = q.shape, q.device, _is_grad_enabled()
     B, T, H, K = shape
-    if not (shape == k.shape == v.shape == g.shape == out.shape and K == HEAD_DIM and H):
-        return []
-    if beta.shape != (B, T, H) or A_log.shape != (H,) or dt_bias.shape != (H, HEAD_DIM):
-        return []
-    # Only a view of a single number can be both contiguous and, as the imaginary part of a conjugate, lazily negated.
-    if A_log.is_neg() or not (A_log.is_contiguous() and dt_bias.is_contiguous()):
-        return []
-
-    start, start_bias = A_log.data_ptr(), dt_bias.data_ptr()
-    if not (start and start_bias):
-        return []
-    inputs = [(start, start + 4 * H), (start_bias, start_bias + 4 * H * HEAD_DIM)]
-    outputs, places = [], []
-    for x, spans in ((q, inputs), (k, inputs), (v, inputs), (g, inputs), (out, outputs)):
-        batch, token, head, channel = x.stride()
-        start = x.data_ptr()
-        if channel != 1 or not start or start & 15 or (batch | token | head) & 7:
-            return []
-        spans.append((start, start + 2 * ((B - 1) * batch + (T - 1) * token + (H - 1) * head + HEAD_DIM)))
-        places += (start, batch, token, head)
-    # The strides of out: each dimension steps over the one inside it, in the order [B, T, H] or [B, H, T].
     if not (
-        (head >= HEAD_DIM and token >= H * head and batch >= T * token)
-        or (token >= HEAD_DIM and head >= T * token and batch >= H * head)
-    ):
-        return []
-    batch, token, head = beta.stride()
-    start = beta.data_ptr()
-    if not start:
-        return []
-    inputs.append((start, start + 2 * ((B - 1) * batch + (T - 1) * token + (H - 1) * head + 1)))
-    places += (start, batch, token, head)
-
-    N = B
-    if cu_seqlens is not None:
-        (entries,) = cu_seqlens.shape
-        if cu_seqlens.dtype is not _int64 or B != 1 or not entries or not cu_seqlens.is_contiguous():
-            return []
-        N = entries - 1
-        start = cu_seqlens.data_ptr()
-        if not start:
-            return []
-        inputs.append((start, start + 8 * entries))
-    if T > TOKENS_MAX or N * H > PAIRS_MAX or H > HEADS_MAX:
-        return []
-
-    dtype = None
-    for x, spans in ((final_state, outputs), (initial_state, inputs)):
-        if x is None or (spans is inputs and x is final_state):
-            continue
-        start = x.data_ptr()
-        if x.shape != (N, H, HEAD_DIM, HEAD_DIM) or not x.is_contiguous() or not start or start & 15:
-            return []
-        if dtype is None:
-            dtype = x.dtype
-            if dtype is not _float32 and dtype is not _bfloat16:
-                return []
-        elif x.dtype is not dtype:
-            return []
-        spans.append((start, start + N * H * HEAD_DIM * HEAD_DIM * (4 if dtype is _float32 else 2)))
-
-    low, high = outputs[0]
-    for start, end in inputs:
-        if start < high and low < end:
-            return []
-    if len(outputs) == 2:
-        low, high = outputs[1]
-        inputs.append(outputs[0])
-        for start, end in inputs:
-            if start < high and low < end:
-                return []
-
-    if (
-        type(scale) in _NUMBER_TYPES
+        type(q) in _TENSOR_TYPES
+        and type(k) in _TENSOR_TYPES
+        and type(v) in _TENSOR_TYPES
+        and type(g) in _TENSOR_TYPES
+        and type(out) in _TENSOR_TYPES
+        and type(beta) in _TENSOR_TYPES
+        and type(A_log) in _TENSOR_TYPES
+        and type(dt_bias) in _TENSOR_TYPES
+        and q.dtype is k.dtype is v.dtype is g.dtype is out.dtype is beta.dtype is _bfloat16
+        and A_log.dtype is dt_bias.dtype is _float32
+        and device == k.device == v.device == g.device == out.device == beta.device == A_log.device == dt_bias.device
+        and (q.is_cuda or q.is_cpu)
+        and shape == k.shape == v.shape == g.shape == out.shape
+        and beta.shape == (B, T, H)
+        and A_log.shape == (H,)
+        and dt_bias.shape == (H, HEAD_DIM)
+        and K == HEAD_DIM
+        and 1 <= H <= HEADS_MAX
+        and T <= TOKENS_MAX
+        and A_log.is_contiguous()
+        and dt_bias.is_contiguous()
+        # Only a view of one number can be contiguous and, as the imaginary part of a conjugate, lazily negated.
+        and (H > 1 or not A_log.is_neg())
+        and type(scale) in _NUMBER_TYPES
         and type(lower_bound) in _NUMBER_TYPES
         and -FLOAT32_MAX <= scale <= FLOAT32_MAX
         and LOWER_BOUND_MIN <= lower_bound < 0
     ):
-        return places
-    return []
+        return ()
+    if grad and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or g.requires_grad
+        or out.requires_grad
+        or beta.requires_grad
+        or A_log.requires_grad
+        or dt_bias.requires_grad
+    ):
+        return ()
+
+    q_at, k_at, v_at, g_at, out_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), out.data_ptr()
+    beta_at, A_log_at, dt_bias_at = beta.data_ptr(), A_log.data_ptr(), dt_bias.data_ptr()
+    if (q_at | k_at | v_at | g_at | out_at) & 15 or not (
+        q_at and k_at and v_at and g_at and out_at and beta_at and A_log_at and dt_bias_at
+    ):
+        return ()
+    if q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and g.is_contiguous() and out.is_contiguous():
+        token = H * HEAD_DIM
+        batch = T * token
+        size = 2 * B * batch
+        q_end, k_end, v_end, g_end, out_end = q_at + size, k_at + size, v_at + size, g_at + size, out_at + size
+        row = HEAD_DIM
+        places = q_at, batch, token, row, k_at, batch, token, row, v_at, batch, token, row
+        places += g_at, batch, token, row, out_at, batch, token, row
+    else:
+        places, ends = (), []
+        for x, at in ((q, q_at), (k, k_at), (v, v_at), (g, g_at), (out, out_at)):
+            batch, token, head, channel = x.stride()
+            if channel != 1 or (batch | token | head) & 7:
+                return ()
+            places += at, batch, token, head
+            ends.append(at + 2 * ((B - 1) * batch + (T - 1) * token + (H - 1) * head + HEAD_DIM))
+        # The strides of out: each dimension steps over the one inside it, in the order [B, T, H] or [B, H, T].
+        if not (
+            (head >= HEAD_DIM and token >= H * head and batch >= T * token)
+            or (token >= HEAD_DIM and head >= T * token and batch >= H * head)
+        ):
+            return ()
+        q_end, k_end, v_end, g_end, out_end = ends
+    batch, token, head = beta.stride()
+    beta_end = beta_at + 2 * ((B - 1) * batch + (T - 1) * token + (H - 1) * head + 1)
+
+    # Of what is not there, address and end are 0: a range that meets no other.
+    N, cu_seqlens_at, cu_seqlens_end = B, 0, 0
+    if cu_seqlens is not None:
+        (entries,) = cu_seqlens.shape
+        N, cu_seqlens_at = entries - 1, cu_seqlens.data_ptr()
+        if (
+            type(cu_seqlens) not in _TENSOR_TYPES
+            or cu_seqlens.dtype is not _int64
+            or cu_seqlens.device != device
+            or B != 1
+            or not cu_seqlens_at
+            or not cu_seqlens.is_contiguous()
+            or (grad and cu_seqlens.requires_grad)
+        ):
+            return ()
+        cu_seqlens_end = cu_seqlens_at + 8 * entries
+    if N * H > PAIRS_MAX:
+        return ()
+
+    initial_at = initial_end = final_at = final_end = 0
+    fp32 = False
+    state = final_state if initial_state is None else initial_state
+    if state is not None:
+        dtype, state_shape = state.dtype, (N, H, HEAD_DIM, HEAD_DIM)
+        fp32 = dtype is _float32
+        if not fp32 and dtype is not _bfloat16:
+            return ()
+        size = N * H * HEAD_DIM * HEAD_DIM * (4 if fp32 else 2)
+        if final_state is not None:
+            final_at = _address_of_state(final_state, dtype, state_shape, device, grad)
+            final_end = final_at + size
+            if not final_at or (final_at < out_end and out_at < final_end):
+                return ()
+        if initial_state is not None:
+            initial_at = _address_of_state(initial_state, dtype, state_shape, device, grad)
+            if not initial_at:
+                return ()
+            if initial_at != final_at:  # else updated in place
+                initial_end = initial_at + size
+    A_log_end, dt_bias_end = A_log_at + 4 * H, dt_bias_at + 4 * H * HEAD_DIM
+    if (
+        (q_at < out_end and out_at < q_end)
+        or (k_at < out_end and out_at < k_end)
+        or (v_at < out_end and out_at < v_end)
+        or (g_at < out_end and out_at < g_end)
+        or (beta_at < out_end and out_at < beta_end)
+        or (A_log_at < out_end and out_at < A_log_end)
+        or (dt_bias_at < out_end and out_at < dt_bias_end)
+        or (initial_at < out_end and out_at < initial_end)
+        or (cu_seqlens_at < out_end and out_at < cu_seqlens_end)
+        or (q_at < final_end and final_at < q_end)
+        or (k_at < final_end and final_at < k_end)
+        or (v_at < final_end and final_at < v_end)
+        or (g_at < final_end and final_at < g_end)
+        or (beta_at < final_end and final_at < beta_end)
+        or (A_log_at < final_end and final_at < A_log_end)
+        or (dt_bias_at < final_end and final_at < dt_bias_end)
+        or (initial_at < final_end and final_at < initial_end)
+        or (cu_seqlens_at < final_end and final_at < cu_seqlens_end)
+    ):
+        return ()
+    places += beta_at, batch, token, head, A_log_at, dt_bias_at, initial_at, final_at, cu_seqlens_at
+    return places + (T, H, N, scale, lower_bound, fp32)
+
+
+def _address_of_state(x, dtype, shape, device, grad):
+    """The address of a state in the common form, else 0."""
+    address = x.data_ptr()
+    if (
+        type(x) in _TENSOR_TYPES
+        and x.dtype is dtype
+        and x.device == device
+        and x.shape == shape
+        and not address & 15
+        and x.is_contiguous()
+        and not (grad and x.requires_grad)
+    ):
+        return address
+    return 0
 
 
 def validate(
@@ -185,22 +247,22 @@ def validate(
     _check_switches(options)
 
     for name in ("q", "k", "v", "out"):
-        _check_dtype(name, tensors[name], torch.bfloat16)
+        check_dtype(name, tensors[name], torch.bfloat16)
     for name in ("g", "beta", "initial_state", "final_state", "checkpoints"):
         if name in tensors:
-            _check_dtype(name, tensors[name], torch.bfloat16, torch.float32)
+            check_dtype(name, tensors[name], torch.bfloat16, torch.float32)
     for name in ("A_log", "dt_bias"):
         if name in tensors:
-            _check_dtype(name, tensors[name], torch.float32)
+            check_dtype(name, tensors[name], torch.float32)
     if initial_state is not None and final_state is not None and initial_state.dtype != final_state.dtype:
         raise TypeError(
             f"final_state: expected the dtype of initial_state, {initial_state.dtype}, got {final_state.dtype}"
         )
     for name in ("cu_seqlens", "state_indices"):
         if name in tensors:
-            _check_dtype(name, tensors[name], torch.int64, torch.int32)
+            check_dtype(name, tensors[name], torch.int64, torch.int32)
     if "checkpoint_offsets" in tensors:
-        _check_dtype("checkpoint_offsets", tensors["checkpoint_offsets"], torch.int64)
+        check_dtype("checkpoint_offsets", tensors["checkpoint_offsets"], torch.int64)
 
     for name, x in tensors.items():
         if x.device != q.device:
@@ -255,11 +317,7 @@ def validate(
 
 def _check_switches(options):
     for name, known in (("gate", GATES), ("checkpoint_at", CHECKPOINTS_AT)):
-        value = getattr(options, name)
-        if not isinstance(value, str):
-            raise TypeError(f"{name}: expected a str, got {type(value).__name__}")
-        if value not in known:
-            raise ValueError(f"{name}: expected one of {', '.join(map(repr, known))}, got {value!r}")
+        check_choice(name, getattr(options, name), known)
     for name in ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"):
         value = getattr(options, name)
         if not isinstance(value, bool):
@@ -274,12 +332,23 @@ def _check_switches(options):
             if getattr(options, name) is not None:
                 raise ValueError(f"{name}: expected None without checkpoints")
         return
+    check_interval("checkpoint_interval", interval, "an int with checkpoints")
+
+
+def check_interval(name, interval, expected="an int"):
+    """TypeError or ValueError unless checkpoints can lie `interval` tokens apart."""
     if isinstance(interval, bool) or not isinstance(interval, int):
-        raise TypeError(f"checkpoint_interval: expected an int with checkpoints, got {type(interval).__name__}")
+        raise TypeError(f"{name}: expected {expected}, got {type(interval).__name__}")
     if interval <= 0 or interval % CHECKPOINT_UNIT or interval > TOKENS_MAX:
-        raise ValueError(
-            f"checkpoint_interval: expected a positive multiple of {CHECKPOINT_UNIT} tokens, got {interval}"
-        )
+        raise ValueError(f"{name}: expected a positive multiple of {CHECKPOINT_UNIT} tokens, got {interval}")
+
+
+def check_choice(name, value, known):
+    """TypeError or ValueError unless value is one of the known strings."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected a str, got {type(value).__name__}")
+    if value not in known:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, known))}, got {value!r}")
 
 
 def _check_shapes(tensors, options):
@@ -391,7 +460,8 @@ def _number(name, value):
         raise ValueError(f"{name}: expected a finite fp32 number, got an int beyond the range of float") from None
 
 
-def _check_dtype(name, x, *expected):
+def check_dtype(name, x, *expected):
+    """TypeError unless x has one of the expected dtypes."""
     if x.dtype not in expected:
         raise TypeError(f"{name}: expected dtype {' or '.join(map(str, expected))}, got {x.dtype}")
 

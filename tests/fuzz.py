@@ -1,17 +1,21 @@
 """Random calls of flash_kda.fwd against the fp64 recurrence and against what holds bit for bit.
 
-    python tests/fuzz.py [--cases N] [--seconds S] [--seed X] [--device cpu|cuda] [--schedule NAME] [--json FILE]
+    python tests/fuzz.py [--cases N] [--seconds S] [--seed X] [--device cpu|cuda] [--schedule NAME ...] [--json FILE]
     python tests/fuzz.py --seed X --case N [--device ...] [--schedule ...]      # one case again
 
-A case is a pure function of (seed, number): shape, packing, memory layouts, gates, states, schedule and contents. Each
-buffer lies between guard regions and is poisoned where a call has nothing to read or write. Of every case is checked:
+A case is a pure function of (seed, number): shape, packing, memory layouts, gates, states, schedule and contents, and
+for half of the cases the keyword-only arguments: state pools, checkpoints, other gates and activations, grouped heads.
+Each buffer lies between guard regions and is poisoned where a call has nothing to read or write. Of every case is
+checked:
 
 - every row of `out` that a sequence covers is written and finite, all else in its buffer is untouched; the same for
-  `final_state`; a sequence without tokens keeps its state to the bit; the inputs and what lies beside them stay
+  `final_state` (of a pool, the rows that a sequence names) and `checkpoints`; a sequence without tokens keeps its state
+  to the bit; the inputs and what lies beside them stay
 - determinism: a second call gives the same bits
 - causality: other tokens from a position on change no bit before it
 - isolation: NaN in one sequence's tokens or state changes no bit of another sequence
-- accuracy: out and final_state of every (sequence, head), and their root mean square over all cases of a gate kind
+- accuracy: out, final_state and checkpoints of every (sequence, head), and their root mean square over all cases of a
+  gate kind, those with keyword-only arguments apart
 
 The accuracy of many cases is checked at once, since the recurrence takes as many steps as the longest sequence of them.
 Exit status: 0 passed, 1 a case failed (one line each, which reproduces it), 2 unusable arguments.
@@ -40,7 +44,8 @@ from inputs import HEAD_DIM, LOWER_BOUND, TOKEN_INPUTS, make_inputs
 
 import flash_kda
 from flash_kda.interface import SCHEDULES
-from flash_kda.recurrence import recurrence
+from flash_kda.recurrence import L2_EPSILON, natural_log_decay, recurrence
+from flash_kda.validation import CHECKPOINT_UNIT, checkpoint_count
 
 EDGES = (0, 1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65)
 # Gate kind -> bounds on the GPU for the root mean square over its cases: a mixture is held to the bounds of its slowest
@@ -53,8 +58,35 @@ GATES = {
     "extreme": BOUNDS["long"],
     "token by token": NO_DECAY_BOUNDS,
 }
+# With keyword-only arguments, whatever the gate. The emulation of Tally.pair_bounds gives up to 3.9e-3 and 2.4e-3 for
+# each kind of beta, gate and normalisation, in 406 of the first 590 such cases of seed 0; it does not cover softplus
+# and decays beyond what a chunk's factors hold.
+OPTIONS_BOUNDS = BOUNDS["long"]
 LAYOUTS = ("contiguous", "heads first", "wide heads", "wide tokens", "padded batch")
 MOST_FAILURES = 10
+NO_DEFAULT = dataclasses.MISSING
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """Where a call's checkpoints go. `offsets`: None lays them one after the other."""
+
+    interval: int
+    at: str
+    dtype: torch.dtype
+    rows: int
+    offsets: tuple[int, ...] | None
+
+    def places(self, lengths):
+        """[(row, sequence, tokens before it)] of those that are written for sequences of these lengths."""
+        counts = [checkpoint_count(length, self.interval, self.at) for length in lengths]
+        offsets = self.offsets or tuple(accumulate(counts, initial=0))
+        return [
+            (offsets[n] + i, n, (i + (self.at == "end")) * self.interval)
+            for n, count in enumerate(counts)
+            for i in range(count)
+            if offsets[n] + i < min(offsets[n + 1], self.rows)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +111,40 @@ class Case:
     victim: int  # the sequence whose tokens and state are changed
     position: float  # of the first changed token, as a share of the victim's length
     poisoned: str  # the argument that gets NaN
+    # What the keyword-only arguments and their like ask for; the defaults make the plain call.
+    group: int = 1  # heads of v for each of q and k
+    form: str = "bounded"  # of the gate: bounded, softplus or log
+    strength: float = 1.0  # factor of decays that are given as such
+    beta: str = "sigmoid"  # or twice sigmoid, or activated
+    normalise: bool = True
+    missing: tuple[str, ...] = ()  # of A_log and dt_bias
+    flat_bias: bool = False
+    g_dtype: torch.dtype = torch.bfloat16
+    beta_dtype: torch.dtype = torch.bfloat16
+    cu_seqlens_dtype: torch.dtype = torch.int64
+    indices: tuple[int, ...] | None = None  # rows of the state pools; those outside count as none
+    index_dtype: torch.dtype = torch.int64
+    pool_rows: int = 0  # 0: one state a sequence
+    pitch: int = 0  # elements between the rows of the states
+    checkpoints: Checkpoints | None = None
+
+    @property
+    def kind(self):
+        """Cases that share bounds of the root mean square."""
+        plain = all(getattr(self, x.name) == x.default for x in dataclasses.fields(self) if x.default is not NO_DEFAULT)
+        return self.gate if plain else f"{self.gate}, options"
+
+    @property
+    def checkpoint_places(self):
+        """[(row, sequence, tokens before it)] of the checkpoints that are written."""
+        return self.checkpoints.places(self.lengths) if self.checkpoints else []
+
+    @property
+    def state_rows(self):
+        """The row of the states that each sequence reads and writes; None reads zeros and writes nothing."""
+        if self.indices is None:
+            return list(range(len(self.lengths)))
+        return [row if 0 <= row < self.pool_rows else None for row in self.indices]
 
     @property
     def shape(self):
@@ -118,7 +184,52 @@ def shape_of(rng):
     return rng.randint(1, 5), True, tuple(length_of(rng, 50) for _ in range(rng.randint(1, 6)))
 
 
-def case_of(seed, number):
+def checkpoints_of(rng, packed, lengths):
+    """Some or no checkpoints: one after the other, with gaps, or with room for only some of them."""
+    if rng.random() < 0.2:
+        return None
+    interval = CHECKPOINT_UNIT * rng.choice((1, 1, 1, 2, 3))
+    at, dtype = rng.choice(("end", "start")), rng.choice((torch.float32, torch.bfloat16))
+    counts = [checkpoint_count(length, interval, at) for length in lengths]
+    style = rng.choice(("dense", "gaps", "short"))
+    if style == "dense":
+        return Checkpoints(interval, at, dtype, sum(counts) + rng.choice((1, 3)), None)
+    rooms = [max(0, count + rng.randint(*((0, 2) if style == "gaps" else (-2, 0)))) for count in counts]
+    offsets = tuple(accumulate(rooms, initial=rng.randint(0, 2)))
+    return Checkpoints(interval, at, dtype, max(1, offsets[-1] + rng.randint(-1, 2)), offsets)
+
+
+def options_of(rng, heads, packed, lengths, layouts):
+    """The fields of a Case beyond the plain call's. `rng` as in case_of."""
+    form = rng("gate form").choice(("bounded", "bounded", "softplus", "log"))
+    pool, N = rng("pool"), len(lengths)
+    options = {"pitch": pool.choice((0, 0, 64))}
+    if pool.random() < 0.5:
+        rows = N + pool.randint(0, 4)
+        named = pool.sample(range(rows), N)
+        outside = (-1, -1, rows, -(2**31), 2**31 - 1)
+        options |= {
+            "indices": tuple(pool.choice(outside) if pool.random() < 0.25 else row for row in named),
+            "index_dtype": pool.choice((torch.int32, torch.int64)),
+            "pool_rows": rows,
+        }
+    either = (torch.bfloat16, torch.float32)
+    return options | {
+        "group": rng("group").choice((1, 1, *(n for n in range(2, heads + 1) if heads % n == 0))),
+        "form": form,
+        "strength": rng("strength").choice((1.0, 1.0, 200.0)) if form == "log" else 1.0,
+        "beta": rng("beta").choice(("sigmoid", "twice sigmoid", "activated")),
+        "normalise": rng("normalise").random() < 0.7,
+        "missing": tuple(name for name in ("A_log", "dt_bias") if form == "log" or rng(f"no {name}").random() < 0.2),
+        "flat_bias": rng("flat bias").random() < 0.5,
+        "g_dtype": torch.bfloat16 if layouts["g"] == "fused" else rng("dtype of g").choice(either),
+        "beta_dtype": rng("dtype of beta").choice(either),
+        "cu_seqlens_dtype": rng("cu_seqlens").choice((torch.int32, torch.int64)) if packed else torch.int64,
+        "checkpoints": checkpoints_of(rng("checkpoints"), packed, lengths),
+    }
+
+
+def case_of(seed, number, schedules=SCHEDULES):
     """The case of this number. Each aspect has random numbers of its own, so that a new one leaves the others alone."""
 
     def rng(aspect):
@@ -133,6 +244,7 @@ def case_of(seed, number):
         chosen = dict.fromkeys(names, "fused")
     chosen["beta"] = layouts.choice(("contiguous", "heads first", "column slice"))
     chosen["out"] = layouts.choice(LAYOUTS)
+    options = options_of(rng, heads, packed, lengths, chosen) if rng("options").random() < 0.5 else {}
     return Case(
         seed=seed,
         number=number,
@@ -151,15 +263,19 @@ def case_of(seed, number):
         final_state=states.choice(("none", "separate", "separate", *("in place",) * initial_state)),
         state_dtype=states.choice((torch.float32, torch.bfloat16)),
         layouts=chosen,
-        schedule=rng("schedule").choice(SCHEDULES),
+        schedule=rng("schedule").choice(schedules),
         victim=changes.randrange(len(lengths)),
         position=changes.random(),
         poisoned=changes.choice((*TOKEN_INPUTS, *("initial_state",) * initial_state)),
+        **options,
     )
 
 
-def laid_out(B, T, H, layout, own=None):
-    """(shape of the memory, function from it to its [B, T, H, 128] view) of a layout; own: the part of a fused one."""
+def laid_out(B, T, H, layout, heads=None, first=0):
+    """(shape of the memory, function from it to its [B, T, H, 128] view) of a layout.
+
+    A fused one has `heads` heads in all, of which these are the `first` and the following.
+    """
     return {
         "contiguous": ((B, T, H, HEAD_DIM), lambda x: x),
         "heads first": ((B, H, T, HEAD_DIM), lambda x: x.transpose(1, 2)),
@@ -167,7 +283,7 @@ def laid_out(B, T, H, layout, own=None):
         "wide tokens": ((B, T, H + 1, HEAD_DIM), lambda x: x[:, :, 1:]),
         "padded batch": ((B, T + 3, H, HEAD_DIM), lambda x: x[:, 2 : 2 + T]),
         "one head for all": ((B, T, 1, HEAD_DIM), lambda x: x.expand(B, T, H, HEAD_DIM)),
-        "fused": ((B, T, 4, H, HEAD_DIM), lambda x: x[:, :, own]),
+        "fused": ((B, T, heads, HEAD_DIM), lambda x: x[:, :, first : first + H]),
     }[layout]
 
 
@@ -184,43 +300,108 @@ class Call:
 
     def __init__(self, case, device, fwd):
         self.case, self.device, self.fwd = case, device, fwd
-        B, T, H = case.shape
-        N = len(case.lengths)
+        B, T, HV = case.shape
+        H = HV // case.group
         kind = case.gate if case.gate in ("random", "long") else "random"
-        content = make_inputs(kind, B, T, H, device, hash_of(case), case.state_dtype, N=N)
+        content = make_inputs(kind, B, T, HV, device, hash_of(case), case.state_dtype, N=len(case.lengths))
         generator = torch.Generator(device=device).manual_seed(hash_of(case) + 1)
         self._change_gate(content, generator)
+        self._change_form(content)
         for name in ("q", "k", "v"):
-            content[name] *= case.magnitudes[name]
+            # Keys that are taken as they are have to be of length 1 at most: the state would grow without bound.
+            keeps = name == "k" and not case.normalise
+            content[name] *= min(1.0, case.magnitudes[name]) if keeps else case.magnitudes[name]
         content["initial_state"] *= case.magnitudes["state"]
-        content |= {"lower_bound": case.lower_bound, "scale": case.scale}
+        content |= {"lower_bound": case.lower_bound if case.form == "bounded" else None, "scale": case.scale}
 
         self.buffers, self.arguments, self.own = {}, content, {}
-        for i, name in enumerate(TOKEN_INPUTS):
-            layout = case.layouts[name]
-            shape, view = (beta_laid_out if name == "beta" else laid_out)(B, T, H, layout, *(i,) * (layout == "fused"))
-            key = "fused" if layout == "fused" else name
-            memory = self.buffers.setdefault(key, Guarded(shape, torch.bfloat16, device))
+        heads = {"q": H, "k": H, "v": HV, "g": HV, "beta": HV}
+        first = dict(zip(heads, accumulate(heads.values(), initial=0), strict=False))
+        for name in TOKEN_INPUTS:
+            layout, fused = case.layouts[name], case.layouts[name] == "fused"
+            shape, view = (
+                beta_laid_out(B, T, HV, layout)
+                if name == "beta"
+                else laid_out(B, T, heads[name], layout, 2 * (H + HV), first[name])
+            )
+            key = "fused" if fused else name
+            if key not in self.buffers:
+                self.buffers[key] = Guarded(shape, content[name].dtype, device)
+            memory = self.buffers[key]
             # What is written to: of a head that serves for all, only itself. Rows of no sequence stay poisoned.
             self.own[name] = memory.tensor if layout == "one head for all" else view(memory.tensor)
             for b, tokens in case.rows:
                 self.own[name][b, tokens] = content[name][b, tokens, : self.own[name].shape[2]]
             self.arguments[name] = view(memory.tensor)
-        for name in ("A_log", "dt_bias", "initial_state"):
-            memory = self.buffers[name] = Guarded(content[name].shape, content[name].dtype, device)
-            memory.tensor.copy_(content[name])
-            self.arguments[name] = memory.tensor
-        if not case.initial_state:
-            self.arguments["initial_state"] = None
+        for name in ("A_log", "dt_bias"):
+            if name in case.missing:
+                self.arguments[name] = None
+                continue
+            shape = (-1,) if case.flat_bias else content[name].shape
+            self._keep(name, content[name].reshape(shape))
+        initial = content["initial_state"]
+        self.arguments["initial_state"] = None
+        if case.initial_state:
+            # Rows that no sequence names stay poisoned.
+            memory, states = self._states()
+            for n, row in enumerate(case.state_rows):
+                if row is not None:
+                    states[row] = initial[n]
+            self.buffers["initial_state"], self.arguments["initial_state"] = memory, states
         if case.packed:
             starts = [tokens.start for _, tokens in case.rows] + [case.rows[-1][1].stop]
-            memory = self.buffers["cu_seqlens"] = Guarded((len(starts),), torch.int64, device)
-            memory.tensor.copy_(torch.tensor(starts))
-            self.arguments["cu_seqlens"] = memory.tensor
+            self._keep("cu_seqlens", torch.tensor(starts, dtype=case.cu_seqlens_dtype))
+        # Without a pool to name rows of there are no indices.
+        if case.indices is not None and (case.initial_state or case.final_state != "none"):
+            self._keep("state_indices", torch.tensor(case.indices, dtype=case.index_dtype))
+        if case.checkpoints and case.checkpoints.offsets:
+            self._keep("checkpoint_offsets", torch.tensor(case.checkpoints.offsets))
+        if case.form == "log":
+            self.arguments["gate"] = "log"
+        if case.beta != "sigmoid":
+            switch = "allow_neg_eigval" if case.beta == "twice sigmoid" else "use_beta_sigmoid_in_kernel"
+            self.arguments[switch] = case.beta == "twice sigmoid"
+        if not case.normalise:
+            self.arguments["use_qk_l2norm_in_kernel"] = False
         self.before = {name: memory.buffer.clone() for name, memory in self.buffers.items()}
         self.covered = torch.zeros(B, T, dtype=torch.bool, device=device)
         for b, tokens in case.rows:
             self.covered[b, tokens] = True
+
+    def _keep(self, name, x):
+        """An argument that is contiguous: a copy of x between guards."""
+        memory = self.buffers[name] = Guarded(x.shape, x.dtype, self.device)
+        memory.tensor.copy_(x)
+        self.arguments[name] = memory.tensor
+
+    def _states(self):
+        """(memory, its view as states [rows, H, 128, 128])"""
+        case = self.case
+        row = case.heads * HEAD_DIM**2
+        memory = Guarded((case.pool_rows or len(case.lengths), row + case.pitch), case.state_dtype, self.device)
+        return memory, memory.tensor[:, :row].unflatten(1, (case.heads, HEAD_DIM, HEAD_DIM))
+
+    def initial_state_of(self, n):
+        """What sequence n starts from, or None for zeros."""
+        row, states = self.case.state_rows[n], self.arguments["initial_state"]
+        return None if states is None or row is None else states[row]
+
+    def _change_form(self, content):
+        """Contents for what is given activated or normalised, in the case's dtypes and numbers of heads."""
+        case = self.case
+        if case.form == "log":
+            decays = (content[name] for name in ("g", "A_log", "dt_bias"))
+            content["g"] = case.strength * natural_log_decay(*decays, case.lower_bound, dtype=torch.float32)
+        for name, dtype in (("g", case.g_dtype), ("beta", case.beta_dtype)):
+            x = content[name].float()
+            if name == "beta" and case.beta == "activated":
+                x = torch.sigmoid(x)
+            if dtype == torch.float32 and not (name == "beta" and case.beta == "activated"):
+                x = x * 1.001  # no bf16 numbers
+            content[name] = x.to(dtype)
+        for name in ("q", "k"):
+            x = content[name][:, :, : case.heads // case.group]
+            content[name] = x if case.normalise else torch.nn.functional.normalize(x.float(), dim=-1).bfloat16()
 
     def _change_gate(self, content, generator):
         g = content["g"]
@@ -236,31 +417,44 @@ class Call:
             g.copy_(torch.randint(-1, 2, g.shape[:2], generator=generator, device=g.device)[..., None, None] * 80.0)
 
     def run(self):
-        """(out [B, T, H, 128], final_state or None) of one call into poisoned memory, with the writes checked."""
+        """(out [B, T, H, 128], final states by sequence, checkpoints by place) of one call into poisoned memory, with
+        the writes checked. Of a state that nothing is written of: zeros; of no states or checkpoints: None."""
         case, arguments = self.case, dict(self.arguments)
         shape, view = laid_out(*case.shape, case.layouts["out"])
-        out, state = Guarded(shape, torch.bfloat16, self.device), None
+        out = Guarded(shape, torch.bfloat16, self.device)
+        state_memory = checkpoints = None
         if case.final_state != "none":
-            states = (len(case.lengths), case.heads, HEAD_DIM, HEAD_DIM)
-            state = Guarded(states, case.state_dtype, self.device)
+            state_memory, states = self._states()
             if case.final_state == "in place":
-                state.tensor.copy_(arguments["initial_state"])
-                arguments["initial_state"] = state.tensor
-            arguments["final_state"] = state.tensor
+                state_memory.buffer.copy_(self.buffers["initial_state"].buffer)
+                arguments["initial_state"] = states
+            arguments["final_state"] = states
+        if case.checkpoints:
+            wanted = case.checkpoints
+            places = [row for row, _, _ in case.checkpoint_places]
+            checkpoints = Guarded((wanted.rows, case.heads, HEAD_DIM, HEAD_DIM), wanted.dtype, self.device)
+            arguments |= {"checkpoints": checkpoints.tensor, "checkpoint_interval": wanted.interval}
+            arguments["checkpoint_at"] = wanted.at
         self.fwd(**arguments, out=view(out.tensor))
 
         expected = torch.zeros(shape, dtype=torch.bool, device=self.device)
         view(expected)[self.covered] = True
-        out.assert_guards_untouched()
-        wrong = out.written() != expected
-        if bool(wrong.any()):
-            where = tuple(wrong.nonzero()[0].tolist())
-            what = "not written" if bool(expected[where]) else "written, though no sequence covers it"
-            raise AssertionError(f"out: {int(wrong.sum())} elements wrong, the first, {where} of its memory, {what}")
-        if state is not None:
-            state.assert_guards_untouched()
-            assert bool(state.written().all()), "final_state: not all of it was written"
-        return view(out.tensor), None if state is None else state.tensor
+        assert_written("out", out, expected, "no sequence covers it")
+        results = [view(out.tensor), None, None]
+        if state_memory is not None:
+            written = torch.zeros(state_memory.tensor.shape, dtype=torch.bool, device=self.device)
+            results[1] = torch.zeros_like(states[:1]).repeat(len(case.lengths), 1, 1, 1)
+            for n, row in enumerate(case.state_rows):
+                if row is not None:
+                    written[row, : states[0].numel()] = True
+                    results[1][n] = states[row]
+            assert_written("final_state", state_memory, written, "no sequence names it")
+        if checkpoints is not None:
+            written = torch.zeros(checkpoints.tensor.shape, dtype=torch.bool, device=self.device)
+            written[places] = True
+            assert_written("checkpoints", checkpoints, written, "no checkpoint goes there")
+            results[2] = checkpoints.tensor[places]
+        return tuple(results)
 
     def assert_inputs_unchanged(self):
         for name, memory in self.buffers.items():
@@ -270,27 +464,33 @@ class Call:
         for name, memory in self.buffers.items():
             memory.buffer.copy_(self.before[name])
 
-    def assert_same(self, results, kept_rows, kept_states, what):
-        """That a call now gives the bits of `results` in rows [B, T] and states [N]."""
-        out, state = self.run()
-        assert_same_bits(out[kept_rows], results[0][kept_rows], f"out, {what}")
-        if state is not None:
-            assert_same_bits(state[kept_states], results[1][kept_states], f"final_state, {what}")
+    def assert_same(self, results, kept_rows, kept_states, kept_checkpoints, what):
+        """That a call now gives the bits of `results` in rows [B, T], states [N] and checkpoints."""
+        kept = (kept_rows, kept_states, kept_checkpoints)
+        for name, old, new, some in zip(("out", "final_state", "checkpoints"), results, self.run(), kept, strict=True):
+            if old is not None:
+                assert_same_bits(new[some], old[some], f"{name}, {what}")
 
     def check_bits(self):
         """Everything but the accuracy; returns (out, final_state)."""
         case = self.case
-        results = out, state = self.run()
+        results = out, state, checkpoints = self.run()
         self.assert_inputs_unchanged()
         assert bool(out[self.covered].isfinite().all()), "out: not finite"
         if state is not None:
             for n, length in enumerate(case.lengths):
-                if length == 0:
-                    kept = self.arguments["initial_state"]
-                    kept = torch.zeros_like(state[n]) if kept is None else kept[n]
+                if length == 0 and case.state_rows[n] is not None:
+                    kept = self.initial_state_of(n)
+                    kept = torch.zeros_like(state[n]) if kept is None else kept
                     assert_same_bits(state[n], kept, f"final_state of sequence {n}, which has no tokens")
         every_state = torch.ones(len(case.lengths), dtype=torch.bool, device=self.device)
-        self.assert_same(results, self.covered, every_state, "second call")
+        places = case.checkpoint_places
+        for i, (_, n, step) in enumerate(places):
+            if step == 0:
+                kept = self.initial_state_of(n)
+                kept = torch.zeros_like(checkpoints[i]) if kept is None else kept.to(checkpoints.dtype)
+                assert_same_bits(checkpoints[i], kept, f"checkpoint of sequence {n} before its first token")
+        self.assert_same(results, self.covered, every_state, slice(None), "second call")
 
         b, tokens = case.rows[case.victim]
         others = every_state.clone()
@@ -298,20 +498,40 @@ class Call:
         changed = slice(tokens.start + int(case.position * (tokens.stop - tokens.start)), tokens.stop)
         kept = self.covered.clone()
         kept[b, changed] = False
+        before = [
+            i for i, (_, n, step) in enumerate(places) if n != case.victim or step <= changed.start - tokens.start
+        ]
         factors = {"q": -3.0, "k": 2.0, "v": 1e6, "g": -1.0, "beta": -2.0}
+        # What is given as it is has to stay legal: keys of length 1 at most, decays, and betas from 0 to 1.
+        factors |= {"k": 0.5} if not case.normalise else {}
+        factors |= {"g": 3.0} if case.form == "log" else {}
+        factors |= {"beta": 0.5} if case.beta == "activated" else {}
         for name, factor in factors.items():
             self.own[name][b, changed] *= factor
-        self.assert_same(results, kept, others, f"other tokens in sequence {case.victim} from {changed.start} on")
+        what = f"other tokens in sequence {case.victim} from {changed.start} on"
+        self.assert_same(results, kept, others, before, what)
         self.restore()
 
         kept[b, tokens] = False
-        if case.poisoned == "initial_state":
-            self.arguments["initial_state"][case.victim] = torch.nan
-        else:
-            self.own[case.poisoned][b, tokens] = torch.nan
-        self.assert_same(results, kept, others, f"NaN in {case.poisoned} of sequence {case.victim}")
+        poisoned = self.own[case.poisoned][b, tokens] if case.poisoned in self.own else None
+        if poisoned is None:
+            poisoned = self.initial_state_of(case.victim)
+        if poisoned is not None:  # else the sequence starts from zero
+            poisoned.fill_(torch.nan)
+        elsewhere = [i for i, (_, n, _) in enumerate(places) if n != case.victim]
+        self.assert_same(results, kept, others, elsewhere, f"NaN in {case.poisoned} of sequence {case.victim}")
         self.restore()
         return results
+
+
+def assert_written(name, memory, expected, why_not):
+    """That of a Guarded exactly the `expected` elements were written."""
+    memory.assert_guards_untouched()
+    wrong = memory.written() != expected
+    if bool(wrong.any()):
+        where = tuple(wrong.nonzero()[0].tolist())
+        what = "not written" if bool(expected[where]) else f"written, though {why_not}"
+        raise AssertionError(f"{name}: {int(wrong.sum())} elements wrong, the first, {where} of its memory, {what}")
 
 
 def hash_of(case):
@@ -326,47 +546,67 @@ def by_pair(x, case):
 
 
 def expected_of(calls):
-    """fp64 (rows of out by pair, states by pair) of calls with one lower_bound, by a single run of the recurrence.
+    """fp64 (rows of out by pair, states by pair, function to checkpoints) of calls, by one run of the recurrence.
 
-    Every (sequence, head) of every call becomes a sequence of one head. What belongs to a head or a call, exp(A_log),
-    dt_bias and scale, goes into g before and into out afterwards.
+    The function gives the state [128, 128] of a pair after a multiple of 64 tokens, but not after 0.
+
+    Every (sequence, head) of every call becomes a sequence of one head. What belongs to a head or a call goes into its
+    tokens before, as decays, normalised keys and queries and activated betas, and, the scale, into out afterwards.
     """
-    inputs = {name: [by_pair(call.arguments[name], call.case) for call in calls] for name in TOKEN_INPUTS}
+    inputs = {name: [] for name in TOKEN_INPUTS}
     initial_states, lengths, scales = [], [], []
-    for i, call in enumerate(calls):
-        case, arguments = call.case, call.arguments
-        g = arguments["A_log"].double().exp()[:, None] * (arguments["g"].double() + arguments["dt_bias"].double())
-        inputs["g"][i] = by_pair(g, case)
-        state = arguments["initial_state"]
-        shape = (case.states, 1, HEAD_DIM, HEAD_DIM)
-        initial_states.append(
-            torch.zeros(shape, dtype=torch.float64, device=call.device) if state is None else state.double().view(shape)
-        )
-        lengths += [length for length in case.lengths for _ in range(case.heads)]
-        scales.append(torch.full((inputs["g"][i].shape[1],), case.scale, dtype=torch.float64, device=call.device))
-    device = calls[0].device
-    out, states = recurrence(
+    for call in calls:
+        case, x = call.case, call.arguments
+        tokens = {name: x[name].double() for name in ("v", "beta")}
+        gate = (x["g"], x["A_log"], x["dt_bias"], x["lower_bound"], x.get("gate", "raw"))
+        tokens["g"] = natural_log_decay(*gate)
+        if case.beta != "activated":
+            tokens["beta"] = torch.sigmoid(tokens["beta"]) * (2 if case.beta == "twice sigmoid" else 1)
+        for name in ("q", "k"):
+            y = x[name].double()
+            if case.normalise:
+                y = y / torch.sqrt(y.square().sum(-1, keepdim=True) + L2_EPSILON)
+            tokens[name] = y.repeat_interleave(case.group, 2)
+        for name, pieces in inputs.items():
+            pieces.append(by_pair(tokens[name], case))
+        zeros = torch.zeros(case.heads, HEAD_DIM, HEAD_DIM, dtype=torch.float64, device=call.device)
+        for n, length in enumerate(case.lengths):
+            state = call.initial_state_of(n)
+            initial_states.append(zeros if state is None else state.double())
+            lengths += [length] * case.heads
+        rows = sum(case.lengths) * case.heads
+        scales.append(torch.full((rows,), case.scale, dtype=torch.float64, device=call.device))
+    out, states, taken = recurrence(
         **{name: torch.cat(pieces, 1) for name, pieces in inputs.items()},
         scale=1.0,
-        A_log=torch.zeros(1, device=device),
-        dt_bias=torch.zeros(1, HEAD_DIM, device=device),
-        lower_bound=calls[0].case.lower_bound,
-        initial_state=torch.cat(initial_states),
-        cu_seqlens=torch.tensor([0, *accumulate(lengths)], device=device),
+        **dict.fromkeys(("A_log", "dt_bias", "lower_bound")),
+        gate="log",
+        use_qk_l2norm_in_kernel=False,
+        use_beta_sigmoid_in_kernel=False,
+        initial_state=torch.cat(initial_states)[:, None],
+        cu_seqlens=torch.tensor([0, *accumulate(lengths)], device=calls[0].device),
+        checkpoint_interval=CHECKPOINT_UNIT,
     )
-    return out[0, :, 0] * torch.cat(scales)[:, None], states[:, 0]
+    first = list(accumulate((length // CHECKPOINT_UNIT for length in lengths), initial=0))
+
+    def checkpoint(pair, step):
+        return taken[first[pair] + step // CHECKPOINT_UNIT - 1, 0]
+
+    return out[0, :, 0] * torch.cat(scales)[:, None], states[:, 0], checkpoint
 
 
-def errors_of(case, initial_state, results, expected):
-    """(tokens, relative errors of out, of final_state or None) of each (sequence, head) with tokens, in fp64.
+def errors_of(call, results, expected):
+    """(tokens, relative errors of out, of final_state or None, of checkpoints or None) of each (sequence, head) with
+    tokens, in fp64; of final states and checkpoints of those that are written.
 
     The error of a pair's rows of out is relative to their norm, but at least to what a query of any direction reads of
-    the final state: a query that happens to be orthogonal to all keys has no digits to compare. That of a final state
-    is relative to its norm, but at least to 2^-10 of the initial state's: what is erased to less has gone through
-    products whose operand, the state, was rounded to bf16 (2^-9).
+    the final state: a query that happens to be orthogonal to all keys has no digits to compare. That of a state is
+    relative to its norm, but at least to 2^-10 of the initial state's: what is erased to less has gone through products
+    whose operand, the state, was rounded to bf16 (2^-9).
     """
-    out, state = results
-    expected_out, expected_state = expected
+    case = call.case
+    out, state, checkpoints = results
+    expected_out, expected_state, expected_checkpoints = expected
     tokens = torch.tensor(case.lengths, device=expected_out.device).repeat_interleave(case.heads)
     pair = torch.arange(len(tokens), device=tokens.device).repeat_interleave(tokens)
     some = tokens > 0
@@ -376,15 +616,28 @@ def errors_of(case, initial_state, results, expected):
 
     difference = norms(by_pair(out, case)[0, :, 0].double() - expected_out)
     state_norm = torch.linalg.matrix_norm(expected_state)
-    readable = abs(case.scale) * state_norm * HEAD_DIM**-0.5
+    query = 1.0 if case.normalise else case.magnitudes["q"]
+    readable = abs(case.scale) * query * state_norm * HEAD_DIM**-0.5
     error_out = relative(difference, torch.maximum(norms(expected_out), readable))[some]
-    if state is None:
-        return tokens[some].double(), error_out, None
-    difference = torch.linalg.matrix_norm(state.reshape(expected_state.shape).double() - expected_state)
-    if initial_state is not None:
-        initial_norm = torch.linalg.matrix_norm(initial_state.double().reshape(expected_state.shape))
-        state_norm = torch.maximum(state_norm, 2**-10 * initial_norm)
-    return tokens[some].double(), error_out, relative(difference, state_norm)[some]
+
+    initial = [call.initial_state_of(n) for n in range(len(case.lengths))]
+    zeros = torch.zeros_like(expected_state[: case.heads])
+    initial_norm = torch.cat([torch.linalg.matrix_norm(zeros if x is None else x.double()) for x in initial])
+
+    def error_of_states(x, reference, pairs):
+        difference = torch.linalg.matrix_norm(x.reshape(reference.shape).double() - reference)
+        return relative(difference, torch.maximum(torch.linalg.matrix_norm(reference), 2**-10 * initial_norm[pairs]))
+
+    errors = [tokens[some].double(), error_out, None, None]
+    if state is not None:
+        stored = torch.tensor([row is not None for row in case.state_rows], device=some.device)
+        stored = some & stored.repeat_interleave(case.heads)
+        errors[2] = error_of_states(state.flatten(0, 1)[stored], expected_state[stored], stored)
+    if expected_checkpoints:  # those before the first token were held to their bits
+        later = [(i, n) for i, (_, n, step) in enumerate(case.checkpoint_places) if step]
+        pairs = [n * case.heads + head for _, n in later for head in range(case.heads)]
+        errors[3] = error_of_states(checkpoints[[i for i, _ in later]], torch.stack(expected_checkpoints), pairs)
+    return tuple(errors)
 
 
 def relative(difference, norm):
@@ -412,25 +665,25 @@ class Tally:
         if part == "out":
             return 5e-3 + 0.16 / tokens if self.cuda else torch.full_like(tokens, 2**-8 + 1e-5)
         bound = (8e-3 if self.cuda else 1e-5) + 2**-8 * (dtype == torch.bfloat16)
-        return torch.full_like(tokens, bound)
+        return torch.full(tokens.shape, bound, dtype=torch.float64, device=tokens.device)
 
     def add(self, case, errors):
         """AssertionError where the error of a pair exceeds its bound. Those without tokens were held to their bits."""
         tokens, *parts = errors
-        for part, error in zip(("out", "final state"), parts, strict=True):
+        dtypes = (torch.bfloat16, case.state_dtype, case.checkpoints.dtype if case.checkpoints else None)
+        for part, error, dtype in zip(("out", "final state", "checkpoints"), parts, dtypes, strict=True):
             if error is None or not len(error):
                 continue
-            key = f"{case.gate}: {part}"
+            key = f"{case.kind}: {part}"
             self.worst[key] = max(error.max().item(), self.worst.get(key, 0.0))
-            bounds = self.pair_bounds(part, tokens, case.state_dtype)
+            bounds = self.pair_bounds(part, tokens if part == "out" else error, dtype)
             if bool((error > bounds).any()):
                 pair = int((error / bounds).argmax())
-                raise AssertionError(
-                    f"{part}: error {error[pair]:.3e} of {int(tokens[pair])} tokens of a head, bound {bounds[pair]:.3e}"
-                )
-            if part == "final state" and case.state_dtype == torch.bfloat16:
+                of = f"{int(tokens[pair])} tokens of a head" if part == "out" else "a head"
+                raise AssertionError(f"{part}: error {error[pair]:.3e} of {of}, bound {bounds[pair]:.3e}")
+            if part != "out" and dtype == torch.bfloat16:
                 continue  # the rounding of the result would hide what the bounds are for
-            weights = tokens if part == "out" else torch.ones_like(tokens)
+            weights = tokens if part == "out" else torch.ones_like(error)
             total = self.sums.setdefault(key, [0.0, 0.0])
             total[0] += (error.square() * weights).sum().item()
             total[1] += weights.sum().item()
@@ -445,7 +698,7 @@ class Tally:
         for key, error in self.pooled().items():
             gate, _, part = key.partition(": ")
             if self.cuda:
-                bound = GATES[gate][part != "out"]
+                bound = GATES.get(gate, OPTIONS_BOUNDS)[part != "out"]
             else:
                 bound = 2e-3 if part == "out" else 2e-6
             if self.sums[key][1] >= 200 and error > bound:
@@ -456,8 +709,8 @@ class Tally:
 class Fuzzer:
     """Runs cases on one device and keeps what it found."""
 
-    def __init__(self, device="cpu", schedule=None, fwd=flash_kda.fwd):
-        self.device, self.schedule, self.fwd = device, schedule, fwd
+    def __init__(self, device="cpu", schedules=SCHEDULES, fwd=flash_kda.fwd):
+        self.device, self.schedules, self.fwd = device, tuple(schedules), fwd
         self.tally = Tally(device)
         self.failures = []
         self.done = Counter()
@@ -467,7 +720,7 @@ class Fuzzer:
 
     def command(self, case):
         words = f"python tests/fuzz.py --seed {case.seed} --case {case.number} --device {self.device}"
-        return words + f" --schedule {self.schedule}" * bool(self.schedule)
+        return words + f" --schedule {' '.join(self.schedules)}" * (self.schedules != SCHEDULES)
 
     def fail(self, case, error):
         text = " ".join(str(error).split()) or type(error).__name__
@@ -475,7 +728,7 @@ class Fuzzer:
 
     def run(self, case):
         """Checks a case's bits now, and its accuracy with those of others, at the latest at finish()."""
-        schedule = self.schedule or case.schedule
+        schedule = case.schedule
         if self.device == "cuda" and schedule != "auto" and schedules.why_not(schedule):
             schedule = "auto"
         self.done[schedule if self.device == "cuda" else "cpu"] += 1
@@ -492,22 +745,25 @@ class Fuzzer:
 
     def finish(self):
         pending, self.pending = self.pending, []
-        by_bound = {}
+        if not pending:
+            return
+        out, states, checkpoint = expected_of([call for call, _ in pending])
+        row = pair = 0
         for call, results in pending:
-            by_bound.setdefault(call.case.lower_bound, []).append((call, results))
-        for group in by_bound.values():
-            out, states = expected_of([call for call, _ in group])
-            row = pair = 0
-            for call, results in group:
-                case = call.case
-                rows = row + sum(case.lengths) * case.heads
-                expected = out[row:rows], states[pair : pair + case.states]
-                row, pair = rows, pair + case.states
-                try:
-                    errors = errors_of(case, call.arguments["initial_state"], results, expected)
-                    self.tally.add(case, errors)
-                except AssertionError as error:
-                    self.fail(case, error)
+            case = call.case
+            rows, pairs = row + sum(case.lengths) * case.heads, pair + case.states
+            taken = [
+                checkpoint(pair + n * case.heads + head, step)
+                for _, n, step in case.checkpoint_places
+                if step
+                for head in range(case.heads)
+            ]
+            expected = out[row:rows], states[pair:pairs], taken
+            row, pair = rows, pairs
+            try:
+                self.tally.add(case, errors_of(call, results, expected))
+            except AssertionError as error:
+                self.fail(case, error)
 
     def report(self, seed):
         """What is kept of a run: for --json, and so for the GPU record."""
@@ -522,15 +778,15 @@ class Fuzzer:
         }
 
 
-def fuzz(seed, numbers, device="cpu", schedule=None, seconds=math.inf, fwd=flash_kda.fwd, progress=None):
+def fuzz(seed, numbers, device="cpu", schedules=SCHEDULES, seconds=math.inf, fwd=flash_kda.fwd, progress=None):
     """Runs the cases (seed, number) until `seconds` are over or too many have failed; returns Fuzzer.report()."""
-    fuzzer = Fuzzer(device, schedule, fwd)
+    fuzzer = Fuzzer(device, schedules, fwd)
     before, end = os.environ.get("FLASH_KDA_SCHEDULE"), time.monotonic() + seconds
     try:
         for number in numbers:
             if time.monotonic() > end or len(fuzzer.failures) >= MOST_FAILURES:
                 break
-            fuzzer.run(case_of(seed, number))
+            fuzzer.run(case_of(seed, number, fuzzer.schedules))
             if progress:
                 progress(sum(fuzzer.done.values()), len(fuzzer.failures))
         fuzzer.finish()
@@ -554,15 +810,18 @@ def parse(arguments):
     parser.add_argument("--seed", type=natural, default=0, metavar="X", help="default: 0")
     parser.add_argument("--case", type=natural, metavar="N", help="only the case of this number")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where PyTorch sees a GPU")
-    parser.add_argument("--schedule", choices=SCHEDULES, help="for every case; default: a random one each")
+    parser.add_argument(
+        "--schedule", choices=SCHEDULES, nargs="+", default=SCHEDULES, help="each case takes one of these; default: all"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there, too")
     options = parser.parse_args(arguments)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.device == "cuda":
         if not torch.cuda.is_available():
             parser.error("--device cuda: no GPU that PyTorch can use")
-        if options.schedule not in (None, "auto") and (reason := schedules.why_not(options.schedule)):
-            parser.error(f"--schedule {options.schedule}: {reason}")
+        for name in options.schedule if options.schedule is not SCHEDULES else ():
+            if name != "auto" and (reason := schedules.why_not(name)):
+                parser.error(f"--schedule {name}: {reason}")
     if options.case is not None:
         options.numbers = range(options.case, options.case + 1)
     elif options.cases is None and options.seconds < math.inf:

@@ -10,6 +10,7 @@ GUARD_BYTES = 16384
 POISON = {
     torch.bfloat16: (torch.int16, 0x7FA5),
     torch.float32: (torch.int32, 0x7FA5A5A5),
+    torch.int32: (torch.int32, 0x7FA5A5A5),
     torch.int64: (torch.int64, 0x7FA5A5A57FA5A5A5),
 }
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import compare, files  # noqa: E402
+from benchmarks.peers import PEERS  # noqa: E402
 
 ENVIRONMENT = ("driver", "cuda", "python", "triton", "fla")
 CASES = {"8192/96": (96, [8192]), "8192/16/1": (16, [8192]), "2048/16/1": (16, [2048]), "mixed/96": (96, [300, 212])}
@@ -210,7 +211,8 @@ class TestReport:
         assert "must met in 2 of 4 cases, goal in 1" in text
         assert "csrc digest abababababab" in text and "Made by:" in text and "python -m made.by \\\n" in text
         assert "2026-11-30T12:00:00+00:00" in text and "4.28 TB/s" in text.replace("\n", " ")
-        assert "Not in the file" not in text and "Rows without" not in text
+        absent = ", ".join(peer for peer in PEERS if peer not in peers)
+        assert f"Not in the file: {absent}." in text and "Rows without" not in text
 
     def test_what_the_file_lacks_is_said(self, report):
         result = make_result(ours=100, fla=900)
@@ -234,7 +236,16 @@ class TestReport:
         assert "must met in 1 of 4 cases" in text
         assert "csrc digest not recorded" in text and "does not say by which command" in text
         assert "--peers 'flash_kda sm90' 'FLA Triton' \\\n" in text
-        assert "Not in the file: flash_kda portable." in text
+        assert "Not in the file: flash_kda portable, " in text
+
+    def test_a_peer_that_was_not_there_has_no_column(self, report):
+        result = make_result(ours=100, fla=900)
+        for row in result["rows"]:
+            if row["peer"] == "FLA Triton":
+                fail(row, "cannot be imported")
+        text = write_page(report, result)
+        assert "| FLA Triton" not in text.partition("## Rows without")[0] and "over FLA Triton" not in text
+        assert "- FLA Triton: cannot be imported: 8192/96 random" in text
 
     def test_a_file_without_any_time(self, report):
         result = make_result(ours=100)

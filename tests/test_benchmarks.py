@@ -4,18 +4,21 @@ import json
 import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
-from inputs import GATE_KINDS
+from inputs import GATE_KINDS, make_inputs
+
+import flash_kda
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import record_readme, run  # noqa: E402
 from benchmarks.cases import CASES, ERROR_CASE, QUICK  # noqa: E402
-from benchmarks.peers import PEERS  # noqa: E402
+from benchmarks.peers import PEERS, published  # noqa: E402
 from benchmarks.timing import Times  # noqa: E402
 
 
@@ -89,6 +92,64 @@ class TestChecking:
     def test_times(self):
         times = Times.of([float(x) for x in range(1, 12)])
         assert (times.median, times.least, times.spread) == (6, 1, 8)
+
+
+class TestPublishedPeer:
+    """The published kernel's package has the name of ours. In its place a package and an extension in a folder."""
+
+    @pytest.fixture
+    def folder(self, tmp_path, monkeypatch):
+        (tmp_path / "flash_kda").mkdir()
+        (tmp_path / "flash_kda" / "__init__.py").write_text(
+            "from flash_kda_C import scale_out\nfrom .more import factor\n"
+            "def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound,\n"
+            "        initial_state, final_state, cu_seqlens):\n"
+            "    scale_out(v, factor, out)\n    final_state.copy_(initial_state)\n"
+        )
+        (tmp_path / "flash_kda" / "more.py").write_text("factor = 3.0\n")
+        (tmp_path / "flash_kda_C.py").write_text("def scale_out(v, factor, out):\n    out.copy_(v * factor)\n")
+        monkeypatch.setenv(published.VARIABLE, str(tmp_path))
+        yield tmp_path
+        published.load.cache_clear()
+        for name in [name for name in sys.modules if name.startswith((published.NAME, "flash_kda_C"))]:
+            del sys.modules[name]
+
+    def test_is_called_beside_ours(self, folder):
+        before = list(sys.path)
+        assert PEERS["published FlashKDA"].unavailable() is None
+        inputs = make_inputs("random", 1, 20, 2, "cpu", state_dtype=torch.float32)
+        out, state = PEERS["published FlashKDA"].prepare(inputs, None)()
+        assert torch.equal(out, inputs["v"] * 3) and torch.equal(state, inputs["initial_state"])
+        assert Path(flash_kda.__file__).parent == Path(sys.modules["flash_kda"].__file__).parent
+        assert flash_kda.fwd is not sys.modules[published.NAME].fwd and sys.path == before
+
+    def test_says_why_it_is_not_there(self, folder, monkeypatch):
+        (folder / "flash_kda_C.py").unlink()
+        assert "No module named 'flash_kda_C'" in published.unavailable()
+        monkeypatch.setenv(published.VARIABLE, str(folder / "none"))
+        assert "expected a folder with flash_kda/__init__.py" in published.unavailable()
+        monkeypatch.delenv(published.VARIABLE)
+        assert published.unavailable().startswith("FLASH_KDA_PUBLISHED does not name")
+
+
+def test_cudnn_peer_calls_by_the_names_that_cudnn_frontend_has(monkeypatch):
+    """A stand-in with the signature of cudnn.linear_attention.kimi_delta_attention, 1.32: tokens [B * T, H, K]."""
+
+    def kimi_delta_attention(
+        q, k, v, g, beta, cu_seqlens, *, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel, safe_gate, gate_lower_bound, a_log, dt_bias, plan_name,
+    ):  # fmt: skip
+        assert q.shape == g.shape == (40, 3, 128) and beta.shape == (40, 3) and plan_name == "kda_hopper_cuda"
+        assert cu_seqlens.dtype == torch.int32 and cu_seqlens.tolist() == [0, 20, 40]
+        return v, initial_state
+
+    module = types.ModuleType("cudnn.linear_attention")
+    module.kimi_delta_attention = kimi_delta_attention
+    monkeypatch.setitem(sys.modules, "cudnn", types.ModuleType("cudnn"))
+    monkeypatch.setitem(sys.modules, "cudnn.linear_attention", module)
+    inputs = make_inputs("random", 2, 20, 3, "cpu", state_dtype=torch.float32)
+    out, state = PEERS["cuDNN frontend"].prepare(inputs, None)()
+    assert torch.equal(out, inputs["v"]) and torch.equal(state, inputs["initial_state"])
 
 
 class TestCommandLine:

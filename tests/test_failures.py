@@ -203,3 +203,56 @@ def test_cpu_memory_runs_out():
         pytest.skip("needs /proc/self/statm to know how much memory is taken")
     message = python(code).strip()
     assert "memory" in message.lower() and "allocate" in message.lower(), message
+
+
+@pytest.mark.parametrize("gate", ["bounded", "softplus"])
+def test_cpu_memory_that_lasts_for_some_sequences(gate):
+    """Whatever is left, in steps of 2 MiB: the call goes through, or out and the states in place are as they were.
+
+    The groups of sequences that are computed together are three, and NaN makes one more.
+    """
+    pytest.importorskip("resource")
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("needs /proc/self/statm to know how much memory is taken")
+    code = """
+        import resource
+        import sys
+        import torch
+        import flash_kda
+        from inputs import cu_seqlens_of, make_inputs
+
+        torch.set_num_threads(1)
+        lengths = [20, 1, 16, 5] * 3
+        x = make_inputs("random", 1, sum(lengths), 64, "cpu", 0, torch.float32, N=len(lengths))
+        x["v"][0, 18, 3] = torch.nan
+        x["cu_seqlens"] = cu_seqlens_of(lengths)
+        if sys.argv[1] == "softplus":
+            x |= {"lower_bound": None, "g": x["g"] * 20}
+        before = x.pop("initial_state")
+        pool, out = before.clone(), torch.full_like(x["v"], 7.0)
+
+        def call():
+            flash_kda.fwd(**x, initial_state=pool, out=out, final_state=pool)
+
+        call()
+        expected = out.clone(), pool.clone()
+        limits, page = resource.getrlimit(resource.RLIMIT_AS), resource.getpagesize()
+        failed = []
+        for left in range(0, 60, 2):
+            pool.copy_(before)
+            out.fill_(7.0)
+            pages = int(open("/proc/self/statm").read().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * page + left * 2**20, limits[1]))
+            try:
+                call()
+            except (RuntimeError, MemoryError):
+                failed.append(left)
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+            wanted = (torch.full_like(out, 7.0), before) if left in failed else expected
+            for name, got, want in zip(("out", "state"), (out, pool), wanted):
+                assert torch.equal(got.nan_to_num(), want.nan_to_num()), (left, name, failed)
+            if left - max(failed, default=left) > 8:
+                break
+        assert len(failed) > 3 and failed[-1] < 58, failed
+    """
+    python(code, gate)

@@ -139,6 +139,12 @@ def test_rows_that_the_kernels_cannot_address_are_copied(device):
         ({"lower_bound": -6.0}, r"^lower_bound: expected a number in"),
         ({"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": True}, r"^allow_neg_eigval: expected False"),
         ({"q": torch.zeros(3)}, r"^q: expected four dimensions"),
+        ({"initial_state": torch.zeros(3)}, r"^initial_state: expected four dimensions"),
+        ({"cu_seqlens": torch.tensor(20)}, r"^cu_seqlens: expected shape \[N \+ 1\]"),
+        (
+            {"cu_seqlens": cu_seqlens_of([20]), "cu_seqlens_cpu": cu_seqlens_of([])},
+            r"^cu_seqlens_cpu: expected the shape",
+        ),
     ],
 )
 def test_rejected_calls(changes, message):
@@ -147,10 +153,27 @@ def test_rejected_calls(changes, message):
         flash_kda.chunk_kda(**x | RAW | changes)
 
 
-def test_not_a_tensor():
-    x = make_inputs("random", 1, 20, 2, "cpu")
-    with pytest.raises(TypeError, match=r"^v: expected a torch.Tensor, got NoneType"):
-        flash_kda.chunk_kda(**x | RAW | {"v": None})
+TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu")
+
+
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("value", [[0, 20], "text", 3.0])
+def test_not_a_tensor(name, value, states):
+    x = make_inputs("random", 1, 20, 2, "cpu") | RAW | {"cu_seqlens": cu_seqlens_of([20])}
+    x |= dict.fromkeys(("output_final_state", "return_intermediate_states"), states)
+    with pytest.raises(TypeError, match=rf"^{name}: expected a torch\.Tensor.*, got {type(value).__name__}"):
+        flash_kda.chunk_kda(**x | {name: value})
+
+
+@pytest.mark.parametrize("name", ["initial_state", "cu_seqlens", "cu_seqlens_cpu"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bool])
+def test_dtypes_that_a_conversion_would_hide(name, dtype):
+    x = make_inputs("random", 1, 20, 2, "cpu", state_dtype=torch.float32) | RAW
+    x |= {"cu_seqlens": cu_seqlens_of([20]), "cu_seqlens_cpu": cu_seqlens_of([20])}
+    x |= dict.fromkeys(("output_final_state", "return_intermediate_states"), True)
+    with pytest.raises(TypeError, match=rf"^{name}: expected dtype .*, got {dtype}"):
+        flash_kda.chunk_kda(**x | {name: x[name].to(dtype)})
 
 
 class TestBackend:
@@ -203,6 +226,9 @@ class TestBackend:
     @pytest.mark.parametrize(
         ("changes", "reason"),
         [
+            ({"q": [1, 2]}, "requires tensors, got q of list"),
+            ({"initial_state": torch.zeros(1, 2, 128, 128).half()}, "got initial_state of torch.float16"),
+            ({"initial_state": [1, 2]}, "got initial_state of list"),
             ({"q": torch.zeros(1, 4, 2, 128)}, "requires bfloat16, got q of torch.float32"),
             ({"g": torch.zeros(1, 4, 2, 128, dtype=torch.float16)}, "got g of torch.float16"),
             ({"v": torch.zeros(1, 4, 2, 64, dtype=torch.bfloat16)}, "K = 128 and V = 64"),

@@ -9,6 +9,7 @@ import sys
 import fuzz
 import pytest
 import torch
+from guarded import POISON, bits
 from inputs import HEAD_DIM
 from project_copy import ROOT
 
@@ -58,16 +59,51 @@ class TestCases:
         assert max(len(case.lengths) for case in cases) > 130
         assert max(case.heads for case in cases) > 90
 
+    def test_half_of_them_are_plain(self):
+        """And those are what they were before there were options: the same draws in all else."""
+        cases = [fuzz.case_of(SEED, number) for number in range(500)]
+        assert 200 < sum(case.kind == case.gate for case in cases) < 300
+
+    def test_cover_the_keyword_only_arguments(self):
+        cases = [fuzz.case_of(SEED, number) for number in range(500)]
+        checkpoints = [case.checkpoints for case in cases if case.checkpoint_places]
+        values = {
+            "form": {"bounded", "softplus", "log"},
+            "beta": {"sigmoid", "twice sigmoid", "activated"},
+            "normalise": {True, False},
+            "missing": {(), ("A_log",), ("dt_bias",), ("A_log", "dt_bias")},
+            "flat_bias": {True, False},
+            "pitch": {0, 64},
+            **dict.fromkeys(("g_dtype", "beta_dtype"), {torch.bfloat16, torch.float32}),
+            **dict.fromkeys(("index_dtype", "cu_seqlens_dtype"), {torch.int32, torch.int64}),
+        }
+        for name, expected in values.items():
+            assert {getattr(case, name) for case in cases} == expected, name
+        assert {1, 2, 3} < {case.group for case in cases}
+        assert any(case.indices and None in case.state_rows and case.final_state == "in place" for case in cases)
+        assert {x.at for x in checkpoints} == {"end", "start"} and {x.interval for x in checkpoints} == {64, 128, 192}
+        assert {x.offsets is None for x in checkpoints} == {True, False}
+        assert {x.dtype for x in checkpoints} == {torch.bfloat16, torch.float32}
+        places = [place for case in cases for place in case.checkpoint_places]
+        assert sum(step > 0 for _, _, step in places) > 100 and any(step == 0 for _, _, step in places)
+
+    def test_draw_from_the_schedules_that_are_asked_for(self):
+        names = ("portable", "sm90")
+        assert {fuzz.case_of(SEED, number, names).schedule for number in range(50)} == set(names)
+        report = fuzz.fuzz(SEED, range(2), "cpu", names, fwd=faulty(be_inaccurate))
+        options = fuzz.parse(report["failures"][0].partition("  # ")[0].split()[2:])
+        assert tuple(options.schedule) == names
+
     def test_2000_cases_fit_the_gpu_record(self):
         """100 microseconds a step of the recurrence and 25 ms a case for everything else stay below 150 s."""
         fuzzer = fuzz.Fuzzer("cuda")
-        steps, states, longest = 0, 0, {}
+        steps, states, longest = 0, 0, 0
         for number in range(2000):
             case = fuzz.case_of(0, number)
             states += case.states
-            longest[case.lower_bound] = max(longest.get(case.lower_bound, 0), *case.lengths)
+            longest = max(longest, *case.lengths)
             if states >= fuzzer.most_pending:
-                steps, states, longest = steps + sum(longest.values()), 0, {}
+                steps, states, longest = steps + longest, 0, 0
         assert 100e-6 * steps + 25e-3 * 2000 < 150
 
 
@@ -169,6 +205,38 @@ def have_an_inaccurate_state(arguments, call):
         arguments["final_state"].mul_(1 + 3e-5)
 
 
+def write_a_row_that_nobody_names(arguments, call):
+    if arguments.get("state_indices") is not None and arguments.get("final_state") is not None:
+        others = set(range(len(arguments["final_state"]))) - set(arguments["state_indices"].tolist())
+        for row in others:
+            arguments["final_state"][row, 0, 0, 0] = 0
+
+
+def read_the_last_row_for_minus_1(arguments, call):
+    indices, states = arguments.get("state_indices"), arguments.get("initial_state")
+    if indices is not None and states is not None and -1 in indices.tolist():
+        n, cu_seqlens, out = indices.tolist().index(-1), arguments.get("cu_seqlens"), arguments["out"]
+        rows = out[n] if cu_seqlens is None else out[0, int(cu_seqlens[n]) : int(cu_seqlens[n + 1])]
+        rows += states[-1, :, 0].to(torch.bfloat16)
+
+
+def skip_a_checkpoint(arguments, call):
+    if arguments.get("checkpoints") is not None:
+        first = bits(arguments["checkpoints"])[0]
+        first.fill_(POISON[arguments["checkpoints"].dtype][1])
+
+
+def write_a_checkpoint_too_many(arguments, call):
+    if arguments.get("checkpoints") is not None:
+        arguments["checkpoints"][-1] = 0
+
+
+def have_inaccurate_checkpoints(arguments, call):
+    if arguments.get("checkpoints") is not None and arguments["checkpoint_at"] == "end":
+        x = arguments["checkpoints"]
+        x.copy_(torch.where(x.isfinite(), 1.02 * x, x))
+
+
 FAULTS = {
     skip_a_row: "not written",
     write_past_the_end: "written, though no sequence covers it",
@@ -182,6 +250,11 @@ FAULTS = {
     be_inaccurate: "out: error",
     be_slightly_inaccurate: "out: root mean square error|out: error",
     have_an_inaccurate_state: "final state: ",
+    write_a_row_that_nobody_names: "final_state: .*written, though no sequence names it",
+    read_the_last_row_for_minus_1: "out: ",
+    skip_a_checkpoint: "checkpoints: .*not written",
+    write_a_checkpoint_too_many: "checkpoints: .*written, though no checkpoint goes there",
+    have_inaccurate_checkpoints: "checkpoints: error",
 }
 
 
@@ -206,7 +279,7 @@ def test_a_failure_is_one_line_that_reproduces_it(capsys, monkeypatch):
 
 def test_an_exception_is_a_failure_and_the_run_goes_on():
     def fwd(**arguments):
-        if arguments["q"].shape[2] == 2:
+        if arguments["v"].shape[2] == 2:
             raise RuntimeError("the kernel launch failed\nwith a second line")
         flash_kda.fwd(**arguments)
 
@@ -219,19 +292,35 @@ def test_an_exception_is_a_failure_and_the_run_goes_on():
 def test_the_reference_of_many_cases_at_once_is_that_of_each():
     from flash_kda.recurrence import recurrence
 
-    numbers = [number for number in range(40) if fuzz.case_of(SEED, number).lower_bound == -5.0][:5]
-    calls = [fuzz.Call(fuzz.case_of(SEED, number), "cpu", flash_kda.fwd) for number in numbers]
-    out, states = fuzz.expected_of(calls)
+    cases = [case for case in (fuzz.case_of(SEED, number) for number in range(60)) if case.states <= 12]
+    with_options = [case for case in cases if case.kind != case.gate]
+    calls = [fuzz.Call(case, "cpu", flash_kda.fwd) for case in with_options[:8] + cases[:3]]
+    out, states, checkpoint = fuzz.expected_of(calls)
     row = pair = 0
+    names = ("state_indices", "checkpoint_offsets")
     for call in calls:
         case = call.case
-        expected, state = recurrence(**call.arguments)
+        arguments = {name: x for name, x in call.arguments.items() if name not in names}
+        if case.initial_state:
+            initial = [call.initial_state_of(n) for n in range(len(case.lengths))]
+            zeros = torch.zeros(case.heads, HEAD_DIM, HEAD_DIM, dtype=case.state_dtype)
+            arguments["initial_state"] = torch.stack([zeros if x is None else x for x in initial])
+        expected, state, taken = recurrence(**arguments, checkpoint_interval=64)
         rows = fuzz.by_pair(expected, case)[0, :, 0]
         torch.testing.assert_close(out[row : row + len(rows)], rows, rtol=1e-9, atol=1e-12 * rows.abs().max().item())
         state = state.view(-1, HEAD_DIM, HEAD_DIM)
         torch.testing.assert_close(states[pair : pair + len(state)], state, rtol=1e-9, atol=1e-12)
+        wanted = [
+            checkpoint(pair + n * case.heads + head, step)
+            for n, length in enumerate(case.lengths)
+            for step in range(64, length + 1, 64)
+            for head in range(case.heads)
+        ]
+        if wanted:
+            torch.testing.assert_close(torch.stack(wanted), taken.flatten(0, 1), rtol=1e-9, atol=1e-12)
         row, pair = row + len(rows), pair + len(state)
     assert row == len(out) and pair == len(states)
+    assert sum(max(call.case.lengths) >= 64 for call in calls) > 2
 
 
 class TestCommandLine:

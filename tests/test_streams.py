@@ -55,6 +55,16 @@ def in_thread(work):
         raise errors[0]
 
 
+def in_process(code, *arguments):
+    """Runs `code` in a Python of its own, which sees the tests' helpers, the package and this test's environment."""
+    folder = Path(__file__).resolve().parent
+    path = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(folder.parent)!r}]\n"
+    done = subprocess.run(
+        [sys.executable, "-c", path + code, *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("options", [{}, {"allow_neg_eigval": True}], ids=["plain", "general"])
 def test_first_call_of_a_thread_on_its_own_stream(options):
     """A thread without a current CUDA context, whose first CUDA work is this call."""
@@ -90,14 +100,56 @@ def test_first_call_of_a_process_in_a_thread():
         "flash_kda.fwd(**x, out=b)\n"
         "assert torch.equal(a, b) and bool(b.any())\n"
     )
-    folder = Path(__file__).resolve().parent
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(folder)!r}, {str(folder.parent)!r}]\n{code}"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    in_process(code)
+
+
+FIRST_CALL_IN_A_CAPTURE = """
+import sys
+import torch
+import flash_kda
+from guarded import assert_same_bits
+from inputs import make_inputs
+
+H, T, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+x = make_inputs("long", 3, T, H, "cuda", 1, torch.float32)
+if kind == "general":
+    x["allow_neg_eigval"] = True
+elif kind == "decoding":
+    x["state_indices"] = torch.tensor([2, 0, 1], device="cuda")
+names = ("out", "final_state")
+captured, eager = (dict(zip(names, map(torch.zeros_like, (x["v"], x["initial_state"])))) for _ in range(2))
+assert "flash_kda._C" not in sys.modules
+torch.cuda.synchronize()
+
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    flash_kda.fwd(**x, **captured)
+torch.cuda.synchronize()
+assert not any(bool(y.any()) for y in captured.values()), "the captured call ran"
+for _ in range(2):
+    graph.replay()
+    flash_kda.fwd(**x, **eager)
+    torch.cuda.synchronize()
+    for name in names:
+        assert bool(eager[name].any()), name
+        assert_same_bits(captured[name], eager[name], name)
+    x["v"].mul_(-2)
+"""
+
+
+@pytest.mark.parametrize(("H", "T"), [(2, 200), (160, 40)], ids=["few heads", "many heads"])
+@pytest.mark.parametrize("kind", ["plain", "general"])
+def test_first_call_of_a_process_in_a_graph_capture(H, T, kind):
+    """What is asked of the driver only once is asked here while a stream is captured: where its functions are, shared
+    memory for a kernel, how many clusters fit; and the kernels are loaded."""
+    in_process(FIRST_CALL_IN_A_CAPTURE, H, T, kind)
+
+
+def test_first_call_of_a_process_in_a_graph_capture_decoding(schedule, monkeypatch):
+    if schedule != schedules.SCHEDULES[0]:
+        pytest.skip("the kernel for decoding is auto's: once is enough")
+    monkeypatch.setenv("FLASH_KDA_SCHEDULE", "auto")
+    in_process(FIRST_CALL_IN_A_CAPTURE, 4, 2, "decoding")
 
 
 def test_two_threads_on_two_streams():

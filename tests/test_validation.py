@@ -10,8 +10,8 @@ import torch
 from inputs import cu_seqlens_of, make_inputs
 
 import flash_kda
-from flash_kda.interface import SCHEDULES
-from flash_kda.validation import in_common_form, validate
+from flash_kda.interface import SCHEDULES, numbers_of
+from flash_kda.validation import PLAIN, in_common_form, validate
 
 PARAMETERS = inspect.signature(flash_kda.fwd).parameters.values()
 ORDER = tuple(x.name for x in PARAMETERS if x.kind is not x.KEYWORD_ONLY)
@@ -77,6 +77,11 @@ def test_dtype(call, name, dtype):
 def test_state_dtypes_match(call, name):
     message = r"^final_state: expected the dtype of initial_state, torch\..*, got torch\."
     rejects(call, TypeError, message, **{name: call[name].bfloat16()})
+
+
+def test_head_dimension_of_all_at_once(call):
+    changes = {name: call[name][..., :64].contiguous() for name in TOKEN_TENSORS}
+    rejects(call, ValueError, r"^q: expected shape \[B, T, H, 128\]", **changes)
 
 
 class Wrapper(torch.Tensor):
@@ -146,7 +151,7 @@ def test_no_heads(call):
 
 
 def test_batch_with_cu_seqlens(call):
-    changes = {name: call[name].expand(2, *call[name].shape[1:]) for name in ("q", "k", "v", "g", "beta", "out")}
+    changes = {name: torch.cat((call[name], call[name])) for name in ("q", "k", "v", "g", "beta", "out")}
     rejects(call, ValueError, r"^q: expected B = 1 with cu_seqlens", **changes)
 
 
@@ -235,6 +240,28 @@ def test_out_overlaps_itself(call, dimension):
     rejects(call, ValueError, r"^out: expected every element at an address of its own", out=out)
 
 
+@pytest.mark.parametrize("output", ["out", "final_state"])
+@pytest.mark.parametrize("name", TENSORS)
+def test_neighbours_and_overlaps(call, output, name):
+    """Two tensors in one buffer, either first: side by side they pass both checks, with bytes in common neither."""
+    if name == output:
+        return
+    sizes = {x: call[x].numel() * call[x].element_size() for x in (output, name)}
+    for first, second in ((output, name), (name, output)):
+        buffer = torch.zeros(sum(sizes.values()) + 16, dtype=torch.uint8)
+        for common in (0, min(16, sizes[first])):
+            lead = (common - sizes[first]) % 16  # so that the second is aligned
+            end = lead + sizes[first]
+            parts = {first: buffer[lead:end], second: buffer[end - common : end - common + sizes[second]]}
+            views = {x: part.view(call[x].dtype).view(call[x].shape) for x, part in parts.items()}
+            if common:
+                rejects(call, ValueError, "expected memory of its own, got a tensor that overlaps", **views)
+            else:
+                arguments = [(call | views)[x] for x in ORDER]
+                validate(*arguments)
+                assert in_common_form(*arguments)
+
+
 def test_final_state_overlaps(call):
     buffer = torch.zeros(N + 1, H, 128, 128)
     message = r"^final_state: expected memory of its own, got a tensor that overlaps initial_state"
@@ -288,8 +315,21 @@ def test_schedule(call, monkeypatch):
         flash_kda.fwd(**call)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "fused projection", "head-major", "no states", "batch", "parameters"])
+LAYOUTS = (
+    "contiguous",
+    "fused projection",
+    "head-major",
+    "no states",
+    "only one state",
+    "in place",
+    "batch",
+    "parameters",
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_usual_layouts_take_the_quick_check(call, layout):
+    """And the kernels are told by it what they are told after the full check."""
     if layout == "fused projection":
         fused = torch.zeros(1, T, 5 * H * 128 + 8, dtype=torch.bfloat16)
         views = (fused[..., i * H * 128 : (i + 1) * H * 128].unflatten(-1, (H, 128)) for i in range(4))
@@ -299,6 +339,11 @@ def test_usual_layouts_take_the_quick_check(call, layout):
         call["out"] = torch.empty_like(call["v"])
     elif layout == "no states":
         call |= dict.fromkeys(STATES)
+    elif layout == "only one state":
+        call["initial_state"] = None
+        call["final_state"] = call["final_state"].bfloat16()
+    elif layout == "in place":
+        call["initial_state"] = call["final_state"].view(N, H, 128, 128)  # another tensor of the same memory
     elif layout == "batch":
         call |= make_inputs("random", 3, T, H, "cpu", state_dtype=torch.float32)
         call |= {"out": torch.empty_like(call["q"]), "cu_seqlens": None}
@@ -306,7 +351,7 @@ def test_usual_layouts_take_the_quick_check(call, layout):
         call |= {name: torch.nn.Parameter(call[name], requires_grad=False) for name in ("A_log", "dt_bias")}
     arguments = [call[name] for name in ORDER]
     validate(*arguments)
-    assert in_common_form(*arguments)
+    assert (in_common_form(*arguments), True) == numbers_of(*arguments, PLAIN)
 
 
 def test_import_needs_neither_kernels_nor_a_gpu_nor_nvcc():
@@ -447,3 +492,20 @@ def test_gate_rows_of_fp32(call, dtype):
     wide = torch.zeros(1, T, H, 130)[..., :128]
     rejects(call, ValueError, r"^g: expected a (token|head) stride that is a multiple of 4 elements", g=wide)
     rejects(call, TypeError, r"^g: expected dtype torch.bfloat16 or torch.float32", g=call["g"].to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([64, 64], 64), TypeError, r"^lengths: expected a torch\.Tensor, got list"),
+        ((torch.ones(2), 64), TypeError, r"^lengths: expected an integer dtype, got torch\.float32"),
+        ((torch.tensor(64), 64), ValueError, r"^lengths: expected shape \[N\], got \[\]"),
+        ((torch.tensor([64]), "64"), TypeError, r"^interval: expected an int, got str"),
+        ((torch.tensor([64]), 0), ValueError, r"^interval: expected a positive multiple of 64 tokens, got 0"),
+        ((torch.tensor([64]), 64, 1), TypeError, r"^at: expected a str, got int"),
+        ((torch.tensor([64]), 64, "middle"), ValueError, r"^at: expected one of 'end', 'start', got 'middle'"),
+    ],
+)
+def test_checkpoint_offsets(arguments, error, message):
+    with pytest.raises(error, match=message):
+        flash_kda.checkpoint_offsets(*arguments)

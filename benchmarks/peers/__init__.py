@@ -1,5 +1,5 @@
 """What is measured: one adapter file for each implementation."""
 
-from benchmarks.peers import fla_triton, ours
+from benchmarks.peers import cudnn_hopper, fla_triton, ours, published
 
-PEERS = {peer.name: peer for peer in (*ours.PEERS, fla_triton.PEER)}
+PEERS = {peer.name: peer for peer in (*ours.PEERS, published.PEER, cudnn_hopper.PEER, fla_triton.PEER)}

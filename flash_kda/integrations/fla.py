@@ -75,6 +75,9 @@ def why_not(*args, **kwargs) -> str | None:
     bound.apply_defaults()
     x = bound.arguments
     q, k, v, g, beta = (x[name] for name in ("q", "k", "v", "g", "beta"))
+    for name in ("q", "k", "v", "g", "beta"):
+        if not isinstance(x[name], torch.Tensor):
+            return f"flash_kda requires tensors, got {name} of {type(x[name]).__name__}"
     if torch.is_grad_enabled():
         return "flash_kda computes the forward pass only, and gradients are enabled"
     if not q.is_cuda:
@@ -85,6 +88,10 @@ def why_not(*args, **kwargs) -> str | None:
     for name, tensor in (("g", g), ("beta", beta)):
         if tensor.dtype not in (torch.bfloat16, torch.float32):
             return f"flash_kda requires bfloat16 or float32, got {name} of {tensor.dtype}"
+    state = x["initial_state"]
+    if state is not None and getattr(state, "dtype", None) not in (torch.bfloat16, torch.float32):
+        kind = getattr(state, "dtype", type(state).__name__)
+        return f"flash_kda requires bfloat16 or float32, got initial_state of {kind}"
     if q.shape[-1] != HEAD_DIM or v.shape[-1] != HEAD_DIM:
         return f"flash_kda requires K = V = {HEAD_DIM}, got K = {q.shape[-1]} and V = {v.shape[-1]}"
     if v.shape[2] % q.shape[2]:
