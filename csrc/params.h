@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace flash_kda {
 
@@ -70,9 +71,13 @@ struct GeneralParams : FwdParams {
   bool normalise;  // q and k
 };
 
+// A call of which the kernels know at compile time that the gate is kSoftplus, g bf16, and no checkpoints are wanted.
+struct SoftplusParams : GeneralParams {};
+
 template <class Params>
-constexpr bool kIsGeneral = false;
-template <>
-constexpr bool kIsGeneral<GeneralParams> = true;
+constexpr bool kIsGeneral = std::is_same_v<Params, GeneralParams>;
+// Whether decays may be too strong for a chunk's factors.
+template <class Params>
+constexpr bool kIsUnbounded = std::is_base_of_v<GeneralParams, Params>;
 
 }  // namespace flash_kda

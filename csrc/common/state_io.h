@@ -113,6 +113,8 @@ __device__ __forceinline__ int64_t checkpoint_row(GeneralParams const& p, int64_
 // Stores the state that a sequence has after `tokens` of its `length` tokens, where a checkpoint is due.
 __device__ __forceinline__ void store_checkpoint(FwdParams const&, StateRows const&, int64_t, int, int, int, int, int) {
 }
+__device__ __forceinline__ void store_checkpoint(SoftplusParams const&, StateRows const&, int64_t, int, int, int, int,
+                                                 int) {}
 __device__ __forceinline__ void store_checkpoint(GeneralParams const& p, StateRows const& state, int64_t sequence_index,
                                                  int head, int value, int tokens, int length, int lane) {
   int64_t const row = checkpoint_row(p, sequence_index, tokens, length);

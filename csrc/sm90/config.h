@@ -48,13 +48,10 @@ struct Config {
   // Registers a thread, where roles trade them (kWhole): what the launch bounds give everyone, and what setmaxnreg
   // makes of it.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  template <class Params>
-  static constexpr int kRecurrenceRegisters = kIsGeneral<Params> ? 168 : 152;
-  template <class Params>
-  static constexpr int kPrepareRegisters = kIsGeneral<Params> ? 88 : 104;
-  template <class Params>
+  static constexpr int kRecurrenceRegisters = 152;
+  static constexpr int kPrepareRegisters = 104;
   static constexpr bool kRegistersSuffice =
-      kRecurrenceRegisters<Params> * kRecurrenceWarpgroups + kPrepareRegisters<Params> * kPrepareWarpgroups <=
+      kRecurrenceRegisters * kRecurrenceWarpgroups + kPrepareRegisters * kPrepareWarpgroups <=
       kLaunchRegisters * (kRecurrenceWarpgroups + kPrepareWarpgroups);
 
   // What TMA brings: k, q and g of a chunk, and the panels of V that hold the CTA's value rows.

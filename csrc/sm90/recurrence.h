@@ -85,7 +85,7 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
 
   // Two lanes store a token's sixteen values.
   OutTile& out_tile = shared.out[warp];
-  int const out_lane = kIsGeneral<Params> ? opaque(lane) : lane;  // not kept in registers from item to item
+  int const out_lane = kIsUnbounded<Params> ? opaque(lane) : lane;  // not kept in registers from item to item
   int const row = out_lane / 2, column = 8 * (out_lane % 2);
   bf16* out = first_row<bf16>(p.out, item.sequence, item.head) + row * p.out.token_stride + warp_value + column;
   BlockPlace const place = BlockPlace::of_b(lane);
@@ -114,7 +114,7 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
     bool const has_before = left < item.length();
     if (kFetchOutEarly && has_before) fetch_out(left + kChunk);
     shared.full[s].wait(ring.use % 2);
-    bool const decay_first = kIsGeneral<Params> && stage.decay.comes_first();
+    bool const decay_first = kIsUnbounded<Params> && stage.decay.comes_first();
     uint32_t v[4];
     load_matrices_transposed(v, shared.v[s].at(place.row, 16 * warp + place.column));
     if (left < kChunk) {  // rows past the end hold anything
@@ -177,14 +177,14 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
 #pragma unroll
     for (int i = 0; i < 4; ++i) u_bits[i] = pack_bf16(u(2 * i), u(2 * i + 1));
 
-    float4 decay[kHeadDim / 16];
-    auto const fetch_decay = [&] {
+    using Decays = float4[kHeadDim / 16];
+    auto const fetch_decay = [&](Decays& decay) {
 #pragma unroll
       for (int j = 0; j < kHeadDim / 16; ++j) {
         decay[j] = *reinterpret_cast<float4 const*>(stage.decay.pair(2 * j, lane % 4));
       }
     };
-    auto const apply_decay = [&](bool is_negative) {
+    auto const apply_decay = [&](Decays const& decay, bool is_negative) {
 #pragma unroll
       for (int j = 0; j < kHeadDim / 8; ++j) {
         float2 d = j % 2 ? float2{decay[j / 2].z, decay[j / 2].w} : float2{decay[j / 2].x, decay[j / 2].y};
@@ -194,8 +194,9 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
       }
     };
     if (decay_first) {
-      fetch_decay();
-      apply_decay(true);
+      Decays decay;  // not the one below, which would be kept from here on
+      fetch_decay(decay);
+      apply_decay(decay, true);
     }
     warpgroup_fence_operand(o);
     warpgroup_fence_operand(state);
@@ -213,10 +214,11 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
                                 pack_bf16(o(6), o(7))};
     store_matrices_transposed(o_bits, out_tile.at(place.row, place.column));
     // Not sooner: wgmma reads its operands from the same shared memory, and every earlier place was slower.
-    if (!decay_first) fetch_decay();
+    Decays decay;
+    fetch_decay(decay);
     warpgroup_wait<0>();
     warpgroup_fence_operand(state);
-    if (!decay_first) apply_decay(false);
+    if (!decay_first) apply_decay(decay, false);
     release(s);
     if (left >= kChunk) checkpoint(item.length() - left + kChunk);
   }

@@ -12,6 +12,8 @@ cudaError_t fwd_whole(FwdParams const& p, TensorMaps const& maps, Launch const& 
 cudaError_t fwd_split(FwdParams const& p, TensorMaps const& maps, Launch const& launch);
 cudaError_t fwd_whole(GeneralParams const& p, TensorMaps const& maps, Launch const& launch);
 cudaError_t fwd_split(GeneralParams const& p, TensorMaps const& maps, Launch const& launch);
+cudaError_t fwd_whole(SoftplusParams const& p, TensorMaps const& maps, Launch const& launch);
+cudaError_t fwd_split(SoftplusParams const& p, TensorMaps const& maps, Launch const& launch);
 
 // How many clusters of that one run at once.
 cudaError_t clusters_split(int& clusters, Launch const& launch);
