@@ -74,8 +74,6 @@ struct GeneralParams : FwdParams {
 // A call of which the kernels know at compile time that the gate is kSoftplus, g bf16, and no checkpoints are wanted.
 struct SoftplusParams : GeneralParams {};
 
-template <class Params>
-constexpr bool kIsGeneral = std::is_same_v<Params, GeneralParams>;
 // Whether decays may be too strong for a chunk's factors.
 template <class Params>
 constexpr bool kIsUnbounded = std::is_base_of_v<GeneralParams, Params>;

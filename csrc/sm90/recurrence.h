@@ -85,8 +85,7 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
 
   // Two lanes store a token's sixteen values.
   OutTile& out_tile = shared.out[warp];
-  int const out_lane = kIsUnbounded<Params> ? opaque(lane) : lane;  // not kept in registers from item to item
-  int const row = out_lane / 2, column = 8 * (out_lane % 2);
+  int const row = lane / 2, column = 8 * (lane % 2);
   bf16* out = first_row<bf16>(p.out, item.sequence, item.head) + row * p.out.token_stride + warp_value + column;
   BlockPlace const place = BlockPlace::of_b(lane);
   // A chunk's O waits in the out tile until the next chunk begins and, where registers are plenty, in them until that
