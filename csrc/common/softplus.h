@@ -4,8 +4,9 @@
 //   G_i = -exp(A_log) sum_{j <= i} log2(1 + y_j) = slope log2(1 + Q_i),   1 + Q_i = prod_{j <= i} (1 + y_j)
 // Q is kept without the 1, so that decays of any slowness add up in it, and the chunk's total is made from Q itself.
 // The G of rows need an absolute precision only, a few 2^-22 slope, for which the approximate logarithm of 1 + Q does.
-// This takes as many instructions as the bounded gate does. It does not serve steep slopes, large biases, and products
-// that overflow: there, and where G leaves the range of the factors, decays are added up token by token.
+// A channel takes one instruction more than under the bounded gate. The product does not serve steep slopes and large
+// biases, nor where it overflows: there, and where G leaves the range of the factors, decays are added up token by
+// token.
 #pragma once
 
 #include "common/prepare.h"
@@ -94,7 +95,7 @@ struct SoftplusProduct {
                  further(q.z, one_plus_q.z, g.z, c.shifted_bias.z), further(q.w, one_plus_q.w, g.w, c.shifted_bias.w)};
     }
     float4 last = sums[kGroupRows - 1];
-    // The chunk's total, to the precision of its decays: 512 chunks are to multiply.
+    // The chunk's total: its error would add up from chunk to chunk.
     if (valid <= kGroupRows) {
       last = {__fmul_rn(c.slope, log2_of_one_plus(q.x)), __fmul_rn(c.slope, log2_of_one_plus(q.y)),
               __fmul_rn(c.slope, log2_of_one_plus(q.z)), __fmul_rn(c.slope, log2_of_one_plus(q.w))};
@@ -103,8 +104,8 @@ struct SoftplusProduct {
     sum = last;
     if (is_at_least(last, kWeakest)) return;
 
-    // Row by row it must not depend on what follows which way a G is made. Where the group did not come here, G may lie
-    // below kWeakest by its error, hence the distance.
+    // Which way a row's G is made must not depend on what follows it. With other rows after it the group might not have
+    // come here, although this G lies below kWeakest by as much as it errs: hence the distance.
     constexpr float kProductServes = kWeakest - 0.5f;
     SoftplusChannels const one = channels();
 #pragma unroll
