@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace flash_kda {
 
@@ -70,6 +71,9 @@ struct GeneralParams : FwdParams {
   bool normalise;  // q and k
 };
 
+// A call of which the kernels know at compile time that the gate is kSoftplus, g bf16, and no checkpoints are wanted.
+struct SoftplusParams : GeneralParams {};
+
 // How a call's sequences are cut into segments that are worked on at once (docs/segment-scan.md).
 struct Segments {
   void* workspace;  // SegmentState [slots, H] (common/segment.h)
@@ -84,12 +88,9 @@ struct Segmented : Params {
   Segments segments;
 };
 
+// Whether decays may be too strong for a chunk's factors.
 template <class Params>
-constexpr bool kIsGeneral = false;
-template <>
-constexpr bool kIsGeneral<GeneralParams> = true;
-template <class Params>
-constexpr bool kIsGeneral<Segmented<Params>> = kIsGeneral<Params>;
+constexpr bool kIsUnbounded = std::is_base_of_v<GeneralParams, Params>;
 
 template <class Params>
 constexpr bool kIsSegmented = false;

@@ -85,6 +85,7 @@ def general():
     activated = {"use_qk_l2norm_in_kernel": False, "use_beta_sigmoid_in_kernel": False}
     general_call([20, 0, 23], 2)
     general_call([20, 0, 23], 2, **strong)
+    general_call([20, 0, 23], 2, g=torch.randn(1, 43, 2, HEAD_DIM, device="cuda"), **strong)
     general_call([37], 2, lower_bound=None, allow_neg_eigval=True, dt_bias=None)
     general_call([33, 5], 1, HV=2, g=torch.randn(1, 38, 2, HEAD_DIM, device="cuda"))
     decays = -torch.rand(1, 43, 2, HEAD_DIM, device="cuda") * 30
@@ -99,7 +100,7 @@ def general():
     general_call([1, 2, 1], 2, rows=4, state_indices=indices(3, -1, 0))
     general_call([1, 2, 1], 2, rows=4, state_indices=indices(3, -1, 0), **strong)
     os.environ["FLASH_KDA_SCHEDULE"] = schedule
-    return 10
+    return 11
 
 
 def main(arguments):

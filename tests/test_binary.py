@@ -172,7 +172,10 @@ def test_sm90_kernels_use_wgmma_tma_and_their_registers_or_cluster(build_info, k
     always, whole, split = {"HGMMA", "UTMALDG"}, {"USETMAXREG"}, {"UBLKCP", "UCGABAR_ARV", "UCGABAR_WAIT"}
     for sharing, own in (("7SharingE0E", whole), ("7SharingE1E", split)):  # kWhole and kSplit of csrc/sm90/config.h
         bodies = {key: body for key, body in sm90.items() if sharing in key[1]}
-        assert len(bodies) == (2 if sm90 else 0), "expected one for plain parameters, and one for general ones"
+        forms = {
+            form for form in ("9FwdParams", "13GeneralParams", "14SoftplusParams") for key in bodies if form in key[1]
+        }
+        assert len(bodies) == len(forms) == (3 if sm90 else 0), "expected one for each form of parameters"
         assert {key: opcodes(body) & (always | whole | split) for key, body in bodies.items()} == {
             key: always | own for key in bodies
         }

@@ -374,21 +374,49 @@ class TestGates:
         x["beta"] -= 6  # a state that is hardly renewed shows it
         assert_accurate(x)
 
+    @pytest.mark.parametrize("g_dtype", [torch.bfloat16, torch.float32])
     @pytest.mark.parametrize("packing", [[16], [1], [15, 17, 33], [0, 5, 0, 64]], ids=str)
     @pytest.mark.parametrize("mean", [0.5, 20.0])
-    def test_softplus_packed(self, device, packing, mean):
-        x = softplus_inputs(device, mean, sum(packing))
+    def test_softplus_packed(self, device, packing, mean, g_dtype):
+        x = softplus_inputs(device, mean, sum(packing), g_dtype=g_dtype)
         x["initial_state"] = 0.1 * torch.randn(len(packing), 2, HEAD_DIM, HEAD_DIM, device=device)
         assert_accurate(x, cu_seqlens_of(packing, device))
 
-    def test_any_finite_input(self, device):
+    @pytest.mark.parametrize(
+        ("A_log", "bias"),
+        [(4.0, -7.0), (4.3, -7.0), (9.0, -12.0), (0.0, -60.0), (3.0, 70.0), (-2.0, 9.0), (-4.0, 40.0), (-9.0, 100.0)],
+        ids=str,
+    )
+    def test_softplus_of_unusual_heads(self, device, A_log, bias):
+        """Steep and slight slopes, large biases: on either side of where GPU kernels change their way."""
+        x = softplus_inputs(device, 1.0, g_dtype=torch.bfloat16)
+        x |= {"A_log": torch.tensor([A_log, 0.5], device=device), "dt_bias": x["dt_bias"] + bias}
+        assert_accurate(x)
+        strays = x["g"].clone()
+        strays[:, ::7, :, ::5] = -bias  # where the two cancel
+        assert_accurate(x | {"g": strays})
+
+    @pytest.mark.parametrize("mean", [0.01, 0.5, 6.0, 100.0])
+    def test_softplus_where_more_is_asked_for(self, device, mean):
+        """The bits are the same with an fp32 g of the same values, and with checkpoints: other kernels, on a GPU."""
+        lengths = [70, 0, 130, 1, 16]
+        x = softplus_inputs(device, mean, sum(lengths), H=4, g_dtype=torch.bfloat16)
+        x["initial_state"] = 0.1 * torch.randn(5, 4, HEAD_DIM, HEAD_DIM, device=device)
+        cu_seqlens = cu_seqlens_of(lengths, device)
+        expected = fwd(x, cu_seqlens)
+        assert_same(fwd(x | {"g": x["g"].float()}, cu_seqlens), expected)
+        checkpoints = torch.empty(3, 4, HEAD_DIM, HEAD_DIM, device=device)
+        assert_same(fwd(x, cu_seqlens, checkpoints=checkpoints, checkpoint_interval=64), expected)
+
+    @pytest.mark.parametrize("g_dtype", [torch.bfloat16, torch.float32])
+    def test_any_finite_input(self, device, g_dtype):
         """Extremes of g, dt_bias and A_log, alone and together; nothing becomes NaN, and the decays are right."""
         values = [-3e38, -1e4, -104.0, -88.0, -20.0, -15.0, -14.9, -1.0, 0.0, 1.0, 14.0, 20.5, 88.0, 89.0, 1e4, 3e38]
         x = make_inputs("random", 1, 64, 4, device, state_dtype=torch.float32)
         picks = torch.randint(len(values), x["g"].shape, generator=torch.Generator().manual_seed(0))
         for A_log in ([0.0, 1.0, -1.0, 3.0], [-104.0, -90.0, 88.0, 89.0], [-700.0, 700.0, 100.0, -50.0]):
             x |= {
-                "g": torch.tensor(values)[picks].to(device),
+                "g": torch.tensor(values)[picks].to(device, g_dtype),
                 "A_log": torch.tensor(A_log, device=device),
                 "dt_bias": torch.tensor([0.0, 3e37, -3e38, 1.0], device=device).repeat(128).view(4, 128),
                 "lower_bound": None,
@@ -427,10 +455,11 @@ class TestGates:
         for y, ref, bound in zip(results, expected, bounds, strict=True):
             assert relative_error(y, ref) < bound
 
+    @pytest.mark.parametrize("g_dtype", [torch.bfloat16, torch.float32])
     @pytest.mark.parametrize("P", [1, 5, 15, 16, 17, 31, 32, 33, 50])
-    def test_causality_to_the_bit(self, device, P):
+    def test_causality_to_the_bit(self, device, P, g_dtype):
         """Strong decays later in a chunk change no bit of what comes before, and neither does being cut off."""
-        x = softplus_inputs(device, 0.5, 80)
+        x = softplus_inputs(device, 0.5, 80, g_dtype=g_dtype)
         out, _ = fwd(x)
         for strong in (9.0, 60.0, 2000.0):
             changed = x | {"g": torch.cat((x["g"][:, :P], torch.full_like(x["g"][:, P:], strong)), 1)}
@@ -441,9 +470,10 @@ class TestGates:
         first["g"] = strong["g"][:, :P].clone()
         assert_same_bits(fwd(x | first)[0], fwd(strong)[0][:, :P], f"the same where most decays are strong, {P}")
 
-    def test_a_nan_stays_in_its_sequence(self, device):
+    @pytest.mark.parametrize("g_dtype", [torch.bfloat16, torch.float32])
+    def test_a_nan_stays_in_its_sequence(self, device, g_dtype):
         lengths = [40, 27, 33]
-        x = softplus_inputs(device, 3.0, sum(lengths))
+        x = softplus_inputs(device, 3.0, sum(lengths), g_dtype=g_dtype)
         x["initial_state"] = torch.randn(3, 2, HEAD_DIM, HEAD_DIM, device=device) * 0.1
         cu_seqlens = cu_seqlens_of(lengths, device)
         out, state = fwd(x, cu_seqlens)
@@ -456,9 +486,10 @@ class TestGates:
             assert_same_bits(bad_state[[0, 2]], state[[0, 2]], f"final_state beside a NaN in {name}")
             assert bool(bad_out[0, 50].isnan().all()), name
 
-    def test_alone_and_packed_give_the_same_bits(self, device):
+    @pytest.mark.parametrize("g_dtype", [torch.bfloat16, torch.float32])
+    def test_alone_and_packed_give_the_same_bits(self, device, g_dtype):
         lengths = [40, 1, 16, 33]
-        x = softplus_inputs(device, 6.0, sum(lengths))
+        x = softplus_inputs(device, 6.0, sum(lengths), g_dtype=g_dtype)
         x["initial_state"] = torch.randn(4, 2, HEAD_DIM, HEAD_DIM, device=device) * 0.1
         cu_seqlens = cu_seqlens_of(lengths, device)
         out, state = fwd(x, cu_seqlens)

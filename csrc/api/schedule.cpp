@@ -107,6 +107,11 @@ bool is_decoding(GeneralParams const& p) {
 cudaError_t launch_recurrent(FwdParams const&, Launch const&) { return cudaErrorNotSupported; }
 cudaError_t launch_recurrent(GeneralParams const& p, Launch const& launch) { return recurrent::fwd(p, launch); }
 
+// Of the calls that SoftplusParams describe.
+bool is_softplus(GeneralParams const& p) {
+  return p.gate == GateKind::kSoftplus && !p.g_is_fp32 && p.checkpoints.data == nullptr;
+}
+
 template <class Params>
 cudaError_t launch(Params const& p, Schedule schedule, int device, cudaStream_t stream) {
   Device d;
@@ -140,6 +145,7 @@ cudaError_t launch_fwd(FwdParams const& p, Schedule schedule, int device, cudaSt
 }
 
 cudaError_t launch_fwd(GeneralParams const& p, Schedule schedule, int device, cudaStream_t stream) {
+  if (is_softplus(p)) return launch(SoftplusParams{p}, schedule, device, stream);
   return launch(p, schedule, device, stream);
 }
 

@@ -49,9 +49,11 @@ struct SoftplusGate {
   float slope;   // -exp(A_log), finite
   float A_log2;  // A_log log2(e)
 
+  static constexpr float kMost = 3.4028235e38f;
+
   __device__ static SoftplusGate of_head(float A_log) {
-    constexpr float kMost = 3.4028235e38f;
-    return {-fminf(expf(A_log), kMost), __fmul_rn(A_log, kLog2e)};
+    float const magnitude = expf(A_log);
+    return {-(magnitude > kMost ? kMost : magnitude), __fmul_rn(A_log, kLog2e)};
   }
 
   // Beyond, log2(1 + 2^z) is z; below its negative, 2^z log2(e).
@@ -59,17 +61,17 @@ struct SoftplusGate {
 
   // For |z| up to kBend.
   __device__ float at_the_bend(float z) const {
-    return fmaxf(__fmul_rn(slope, log2_of_one_plus(exp2_approx(z))), kStrongestDecay);
+    return clamp_decay(__fmul_rn(slope, log2_of_one_plus(exp2_approx(z))));
   }
 
+  // For every x.
   __device__ float anywhere(float x) const {
-    constexpr float kMost = 3.4028235e38f;
     float const z = __fmul_rn(x, kLog2e);
     // Where softplus is an exponential, the slope goes into its exponent: alone, one might vanish and the other
     // overflow.
     if (z < -kBend) return clamp_decay(__fmul_rn(-kLog2e, exp2_approx(__fadd_rn(z, A_log2))));
     if (z > kBend) return clamp_decay(__fmul_rn(__fmul_rn(slope, x > kMost ? kMost : x), kLog2e));
-    return isnan(z) ? z : at_the_bend(z);
+    return at_the_bend(z);
   }
 };
 

@@ -2,7 +2,7 @@
 // of any strength.
 #pragma once
 
-#include "common/prepare.h"
+#include "common/softplus.h"
 
 namespace flash_kda {
 
@@ -31,9 +31,10 @@ struct GeneralLaneGate {
   static constexpr bool kPaddingDecays = false;  // fp32 rows past the end are not there to be repeated
 
   GateRows rows;
-  float2 constants;   // slope and floor of Gate, or those of SoftplusGate
-  float4 bias;        // dt_bias; for the sigmoid, times its slope
-  int rows_in_range;  // the first rows of the chunk whose G stays within the range of the factors
+  float2 constants;  // slope and floor of Gate, or those of SoftplusGate
+  float4 bias;       // dt_bias; for the sigmoid, times its slope
+  SoftplusProduct product;
+  RowsOut rows_out;
 
   // What it is made of, on its way from device memory.
   struct Constants {
@@ -53,10 +54,10 @@ struct GeneralLaneGate {
   __device__ static GeneralLaneGate of(GeneralParams const& p, GateRows rows, Constants const& c) {
     if (p.gate == GateKind::kSigmoid) {
       Gate const sigmoid = Gate::of_head(c.A_log, p.lower_bound);
-      return {rows, {sigmoid.slope, sigmoid.floor}, times(c.bias, sigmoid.slope), 0};
+      return {rows, {sigmoid.slope, sigmoid.floor}, times(c.bias, sigmoid.slope), {}, {}};
     }
     SoftplusGate const softplus = SoftplusGate::of_head(c.A_log);
-    return {rows, {softplus.slope, softplus.A_log2}, c.bias, 0};
+    return {rows, {softplus.slope, softplus.A_log2}, c.bias, {}, {}};
   }
 
   // From its place in the stage, or from device memory, where rows past the end are not there to be read.
@@ -66,56 +67,28 @@ struct GeneralLaneGate {
                     : float4{0.f, 0.f, 0.f, 0.f};
   }
 
-  // The log2 decays of some tokens under the unbounded gates.
-  template <int kRows>
-  __device__ void unbounded(GeneralParams const& p, float4 (&decays)[kRows], Row const (&rows)[kRows]) const {
-    if (p.gate == GateKind::kLog) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        float4 const x = times(rows[r], kLog2e);
-        decays[r] = {clamp_decay(x.x), clamp_decay(x.y), clamp_decay(x.z), clamp_decay(x.w)};
-      }
-      return;
-    }
-    SoftplusGate const softplus = {constants.x, constants.y};
-    // One way or the other for all rows: where both are right they agree to the bit, so that a row still does not
-    // depend on what follows it.
-    bool is_ordinary = true;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      decays[r] = times(plus(rows[r], bias), kLog2e);
-      constexpr float kBend = SoftplusGate::kBend;
-      is_ordinary = is_ordinary && fabsf(decays[r].x) <= kBend && fabsf(decays[r].y) <= kBend &&
-                    fabsf(decays[r].z) <= kBend && fabsf(decays[r].w) <= kBend;
-    }
-    if (is_ordinary) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        decays[r] = {softplus.at_the_bend(decays[r].x), softplus.at_the_bend(decays[r].y),
-                     softplus.at_the_bend(decays[r].z), softplus.at_the_bend(decays[r].w)};
-      }
-      return;
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float4 const x = plus(rows[r], bias);
-      decays[r] = {softplus.anywhere(x.x), softplus.anywhere(x.y), softplus.anywhere(x.z), softplus.anywhere(x.w)};
-    }
+  __device__ static float4 log2_of_log(Row natural) {
+    float4 const x = times(natural, kLog2e);
+    return {clamp_decay(x.x), clamp_decay(x.y), clamp_decay(x.z), clamp_decay(x.w)};
   }
+  __device__ SoftplusChannels softplus() const { return {{constants.x, constants.y}, bias}; }
 
   // The log2 decays of a token.
   __device__ float4 log2_decay(GeneralParams const& p, Row raw) const {
     if (p.gate == GateKind::kSigmoid) {
       return LaneGate{{constants.x, constants.y}, bias}.accumulated({0.f, 0.f, 0.f, 0.f}, raw);
     }
-    float4 decays[1];
-    unbounded(p, decays, {raw});
-    return decays[0];
+    return p.gate == GateKind::kLog ? log2_of_log(raw) : softplus().log2_decay(raw);
   }
 
   // After each row of a group, of which some are valid; `sum` is the one before it, and then the last.
   __device__ void accumulate(GeneralParams const& p, float4 (&sums)[kGroupRows], float4& sum,
                              Row const (&rows)[kGroupRows], int valid) {
+    if (p.gate == GateKind::kSoftplus) {
+      product.accumulate(SoftplusConstants::of(softplus()), rows_out, sums, sum, rows, valid,
+                         [&] { return softplus(); });
+      return;
+    }
     // The others do not decay. Mostly there are none.
     auto const run = [&](auto const& further) {
       if (valid >= kGroupRows) {
@@ -134,21 +107,10 @@ struct GeneralLaneGate {
       run([&](int r) { return sigmoid.accumulated(sum, rows[r]); });
       return;  // always in range
     }
-    float4 decays[kGroupRows];
-    unbounded(p, decays, rows);
-    run([&](int r) { return plus(sum, decays[r]); });
-    // Just past what the bounded gate reaches in a chunk. A NaN is out of range. Sums fall from row to row, so that the
-    // last one mostly tells for all.
-    constexpr float kWeakest = -116.f;
-    auto const is_in_range = [](float4 x) {
-      return x.x >= kWeakest && x.y >= kWeakest && x.z >= kWeakest && x.w >= kWeakest;
-    };
-    if (is_in_range(sum)) {
-      rows_in_range += kGroupRows;
-    } else {
+    run([&](int r) { return plus(sum, log2_of_log(rows[r])); });
+    if (is_at_least(sum, kWeakest)) return;  // sums fall from row to row: the last one mostly tells for all
 #pragma unroll
-      for (int r = 0; r < kGroupRows; ++r) rows_in_range += is_in_range(sums[r]);
-    }
+    for (int r = 0; r < kGroupRows; ++r) rows_out.add_row(is_at_least(sums[r], kWeakest));
   }
 };
 
@@ -196,10 +158,10 @@ __device__ __forceinline__ float4 raw_channels(bf16 const* first, int64_t pitch,
 //   K~_j = k_j 2^{G_C - G_j - c},   S' <- S' diag(2^{G_C}) + U^T K~
 // for which the recurrence has to decay the state first: negative decays tell it so. Slow, and rarely needed. The rows
 // are read again from device memory, since the stage's have been overwritten.
-template <Pass kPass, class Params>
+template <Pass kPass, class Params, class TokenGate>
 __device__ __forceinline__ void exact_factors(Params const& p, Stage<kPass>& stage, Scratch& scratch,
-                                              KeyNorms& key_norms, GeneralLaneGate const& gate,
-                                              ChunkOrigin const& origin, int in_range, int lane) {
+                                              KeyNorms& key_norms, TokenGate const& gate, ChunkOrigin const& origin,
+                                              int in_range, int lane) {
   int const channel = kLaneChannels * lane, head = origin.head, token = origin.token, valid = origin.valid;
   Sequence chunk = find_sequence(p, origin.sequence_index);  // once more: cheaper than to keep it in registers
   chunk.begin += token;
@@ -208,9 +170,7 @@ __device__ __forceinline__ void exact_factors(Params const& p, Stage<kPass>& sta
   bf16 const* const g = first_row<bf16 const>(p.g, chunk, head) + channel;
   auto const decay_of = [&](int row) {
     auto const* const staged = reinterpret_cast<uint2 const*>(g + row * p.g.token_stride);  // if bf16
-    float4 decays[1];
-    gate.unbounded(p, decays, {gate.load(p, staged, token + row, true)});
-    return decays[0];
+    return gate.log2_decay(p, gate.load(p, staged, token + row, true));
   };
 
 #pragma unroll 1
@@ -256,12 +216,10 @@ __device__ __forceinline__ void exact_factors(Params const& p, Stage<kPass>& sta
   *reinterpret_cast<float2*>(stage.decay.pair(lane / 2, lane % 2 * 2 + 1)) = {decay.z, decay.w};
 }
 
+// What goes before the gates: query norms and beta.
 template <Pass kPass>
-__device__ __forceinline__ void make_factors(GeneralParams const& p, Stage<kPass>& stage, Scratch& scratch,
-                                             GateRows const& gate_rows, GeneralBeta const& beta, float logit, int head,
-                                             int token, int valid, int lane) {
-  lane = opaque(lane);
-  auto const constants = GeneralLaneGate::Constants::of_head(p, head, lane);  // first: they come from far
+__device__ __forceinline__ void begin_factors(GeneralParams const& p, Stage<kPass>& stage, Scratch& scratch,
+                                              GeneralBeta const& beta, float logit, int valid, int lane) {
   if constexpr (kPass == Pass::kForward) {
     if (p.normalise) {
       query_norms(stage, scratch, p.scale, lane);
@@ -271,15 +229,29 @@ __device__ __forceinline__ void make_factors(GeneralParams const& p, Stage<kPass
   }
   if (lane < kChunk) scratch.beta[lane] = lane < valid ? beta.activated(p, logit) : 0.f;
   __syncwarp();
-  GeneralLaneGate gate = GeneralLaneGate::of(p, gate_rows, constants);
-  factors(p, stage, scratch, gate, token, valid, opaque(lane));
-  int const in_range = __reduce_min_sync(0xffffffff, gate.rows_in_range);
-  if (lane == 0) scratch.rows_in_range = in_range;
+}
+
+// Leaves the number of rows in range to the second half.
+__device__ __forceinline__ void end_factors(Scratch& scratch, RowsOut const& rows_out, int lane) {
+  int const most = __reduce_max_sync(0xffffffff, rows_out.count);
+  if (lane == 0) scratch.rows_in_range = kChunk - most;
   __syncwarp();
 }
 
+template <Pass kPass>
+__device__ __forceinline__ void make_factors(GeneralParams const& p, Stage<kPass>& stage, Scratch& scratch,
+                                             GateRows const& gate_rows, GeneralBeta const& beta, float logit, int head,
+                                             int token, int valid, int lane) {
+  lane = opaque(lane);
+  auto const constants = GeneralLaneGate::Constants::of_head(p, head, lane);  // first: they come from far
+  begin_factors(p, stage, scratch, beta, logit, valid, lane);
+  GeneralLaneGate gate = GeneralLaneGate::of(p, gate_rows, constants);
+  factors(p, stage, scratch, gate, token, valid, opaque(lane));
+  end_factors(scratch, gate.rows_out, lane);
+}
+
 template <Pass kPass, class Params>
-  requires kIsGeneral<Params>
+  requires kIsUnbounded<Params>
 __device__ __forceinline__ void make_matrices(Params const& p, Stage<kPass>& stage, Scratch& scratch,
                                               KeyNorms& key_norms, ChunkOrigin const& origin, int lane) {
   gram(stage, scratch, key_norms, p.normalise, opaque(lane));
@@ -291,18 +263,85 @@ __device__ __forceinline__ void make_matrices(Params const& p, Stage<kPass>& sta
                   opaque(lane));
     __syncwarp();
   }
-  if constexpr (kPass == Pass::kForward) {
-    invert(stage, scratch, key_norms, opaque(lane));
-  } else {
-    invert_and_fold(stage, scratch, key_norms, opaque(lane));
-  }
+  invert(stage, scratch, key_norms, opaque(lane));
   __syncwarp();
 }
 
 template <class Params>
-  requires kIsGeneral<Params>
+  requires kIsUnbounded<Params>
 struct Forms<Params> {
   using Gate = GateRows;
+  using Beta = GeneralBeta;
+};
+
+// The softplus gate of one head and a bf16 g: what a lane keeps from chunk to chunk.
+struct SoftplusGateOfHead {
+  SoftplusConstants constants;
+
+  __device__ static SoftplusChannels channels(SoftplusParams const& p, int head, int lane) {
+    auto const c = GeneralLaneGate::Constants::of_head(p, head, lane);
+    return {SoftplusGate::of_head(c.A_log), c.bias};
+  }
+  __device__ static SoftplusGateOfHead of(SoftplusParams const& p, Sequence const&, int head, int lane) {
+    return {SoftplusConstants::of(channels(p, head, lane))};
+  }
+  __device__ void prefetch(SoftplusParams const&, int, int) const {}
+};
+
+// The same for a chunk.
+struct SoftplusLaneGate {
+  using Row = uint2;
+  static constexpr bool kPaddingDecays = false;
+
+  SoftplusConstants constants;
+  int head, lane;
+  SoftplusProduct product = {};
+  RowsOut rows_out = {};
+
+  __device__ Row load(SoftplusParams const&, uint2 const* g, int, bool) const { return *g; }
+  __device__ void accumulate(SoftplusParams const& p, float4 (&sums)[kGroupRows], float4& sum,
+                             Row const (&rows)[kGroupRows], int valid) {
+    product.accumulate(constants, rows_out, sums, sum, rows, valid,
+                       [&] { return SoftplusGateOfHead::channels(p, opaque(head), opaque(lane)); });
+  }
+};
+
+// Token by token, as exact_factors wants it.
+struct SoftplusTokenGate {
+  SoftplusChannels channels;
+
+  __device__ uint2 load(SoftplusParams const&, uint2 const* g, int, bool) const { return *g; }
+  __device__ float4 log2_decay(SoftplusParams const&, uint2 g) const { return channels.log2_decay(widen(g)); }
+};
+
+template <Pass kPass>
+__device__ __forceinline__ void make_factors(SoftplusParams const& p, Stage<kPass>& stage, Scratch& scratch,
+                                             SoftplusGateOfHead const& of_head, GeneralBeta const& beta, float logit,
+                                             int head, int token, int valid, int lane) {
+  lane = opaque(lane);
+  begin_factors(p, stage, scratch, beta, logit, valid, lane);
+  SoftplusLaneGate gate = {of_head.constants, head, lane};
+  factors(p, stage, scratch, gate, token, valid, opaque(lane));
+  end_factors(scratch, gate.rows_out, lane);
+}
+
+template <Pass kPass>
+__device__ __forceinline__ void make_matrices(SoftplusParams const& p, Stage<kPass>& stage, Scratch& scratch,
+                                              KeyNorms& key_norms, ChunkOrigin const& origin, int lane) {
+  gram(stage, scratch, key_norms, p.normalise, opaque(lane));
+  __syncwarp();
+  if (scratch.rows_in_range < kChunk) {
+    SoftplusTokenGate const gate = {SoftplusGateOfHead::channels(p, opaque(origin.head), opaque(lane))};
+    exact_factors(p, stage, scratch, key_norms, gate, origin, scratch.rows_in_range, opaque(lane));
+    __syncwarp();
+  }
+  invert(stage, scratch, key_norms, opaque(lane));
+  __syncwarp();
+}
+
+template <>
+struct Forms<SoftplusParams> {
+  using Gate = SoftplusGateOfHead;
   using Beta = GeneralBeta;
 };
 

@@ -297,8 +297,8 @@ __device__ __forceinline__ void invert(ForwardStage& stage, Scratch const& scrat
 
 // A likewise, by the lower half-warp, and from the upper one's -A diag(n), which lies in A's place before, W in K+'s
 // place.
-__device__ __forceinline__ void invert_and_fold(TransitionStage& stage, Scratch const& scratch,
-                                                KeyNorms const& key_norms, int lane) {
+__device__ __forceinline__ void invert(TransitionStage& stage, Scratch const& scratch, KeyNorms const& key_norms,
+                                       int lane) {
   bool const is_upper = lane >= 16;
   float x[kChunk];
   solve(x, stage, key_norms, lane);
@@ -359,11 +359,7 @@ __device__ __forceinline__ void make_matrices(FwdParams const&, Stage<kPass>& st
                                               KeyNorms& key_norms, ChunkOrigin const&, int lane) {
   gram(stage, scratch, key_norms, true, lane);
   __syncwarp();
-  if constexpr (kPass == Pass::kForward) {
-    invert(stage, scratch, key_norms, lane);
-  } else {
-    invert_and_fold(stage, scratch, key_norms, lane);
-  }
+  invert(stage, scratch, key_norms, lane);
   __syncwarp();
 }
 

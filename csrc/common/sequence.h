@@ -31,11 +31,14 @@ __device__ __forceinline__ Sequence find_sequence(GeneralParams const& p, int64_
 
 // The head of q and k that belongs to a head of v.
 __device__ __forceinline__ int key_head(FwdParams const&, int head) { return head; }
-__device__ __forceinline__ int key_head(GeneralParams const& p, int head) { return head / p.group; }
+__device__ __forceinline__ int key_head(GeneralParams const& p, int head) {
+  return p.group == 1 ? head : head / p.group;
+}
 
 // Whether the stage receives g: it has room for bf16.
 __device__ __forceinline__ bool g_is_staged(FwdParams const&) { return true; }
 __device__ __forceinline__ bool g_is_staged(GeneralParams const& p) { return !p.g_is_fp32; }
+__device__ __forceinline__ bool g_is_staged(SoftplusParams const&) { return true; }
 
 // Address of the first row of (sequence, head).
 template <class Element>

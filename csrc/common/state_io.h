@@ -155,6 +155,8 @@ __device__ __forceinline__ int64_t checkpoint_row(GeneralParams const& p, int64_
 // Stores the state that a sequence has after `tokens` of its `length` tokens, where a checkpoint is due.
 __device__ __forceinline__ void store_checkpoint(FwdParams const&, StateRows const&, int64_t, int, int, int, int, int) {
 }
+__device__ __forceinline__ void store_checkpoint(SoftplusParams const&, StateRows const&, int64_t, int, int, int, int,
+                                                 int) {}
 __device__ __forceinline__ void store_checkpoint(GeneralParams const& p, StateRows const& state, int64_t sequence_index,
                                                  int head, int value, int tokens, int length, int lane) {
   int64_t const row = checkpoint_row(p, sequence_index, tokens, length);
@@ -171,7 +173,7 @@ __device__ __forceinline__ void store_checkpoint(GeneralParams const& p, StateRo
 template <class Base>
 __device__ __forceinline__ void store_checkpoint(Segmented<Base> const& p, StateRows const& state, int64_t slot,
                                                  int head, int value, int tokens, int, int lane) {
-  if constexpr (kIsGeneral<Base>) {
+  if constexpr (kIsUnbounded<Base>) {
     Segment const segment = find_segment(p, int(slot));
     if (tokens == 0 && !segment.is_first()) return;
     store_checkpoint(static_cast<Base const&>(p), state, segment.sequence_index, head, value, segment.offset() + tokens,

@@ -68,7 +68,7 @@ __device__ __forceinline__ void step(StateRows (&state)[kRowTiles], ForwardStage
     pack_operand(u_operand[t], u[0], u[1]);
   }
 
-  bool const decay_first = kIsGeneral<Params> && stage.decay.comes_first();
+  bool const decay_first = kIsUnbounded<Params> && stage.decay.comes_first();
 #pragma unroll
   for (int j = 0; j < kHeadDim / 8; j += 2) {
     uint32_t k[4];

@@ -51,13 +51,10 @@ struct Config {
   // Registers a thread, where roles trade them (not in kSplit): what the launch bounds give everyone, and what
   // setmaxnreg makes of it.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  template <class Params>
-  static constexpr int kRecurrenceRegisters = kIsGeneral<Params> ? 168 : 152;
-  template <class Params>
-  static constexpr int kPrepareRegisters = kIsGeneral<Params> ? 88 : 104;
-  template <class Params>
+  static constexpr int kRecurrenceRegisters = 152;
+  static constexpr int kPrepareRegisters = 104;
   static constexpr bool kRegistersSuffice =
-      kRecurrenceRegisters<Params> * kRecurrenceWarps + kPrepareRegisters<Params> * kPrepareWarps <=
+      kRecurrenceRegisters * kRecurrenceWarps + kPrepareRegisters * kPrepareWarps <=
       kLaunchRegisters * (kRecurrenceWarps + kPrepareWarps);
 
   // What TMA brings: k, q and g of a chunk, as many bytes each, and the panels of V that hold the CTA's value rows.

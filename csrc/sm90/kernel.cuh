@@ -17,11 +17,11 @@ namespace flash_kda::sm90 {
 template <class Config, class Params>
 __device__ __forceinline__ void run_whole(Params const& p, TensorMaps const& maps, SharedStorage<Config>& shared,
                                           int warp, int lane) {
-  static_assert(Config::template kRegistersSuffice<Params>, "setmaxnreg would wait for ever");
+  static_assert(Config::kRegistersSuffice, "setmaxnreg would wait for ever");
   make_plan<Config>(p, shared.forward.plan);  // ends with a block barrier
   Schedule<Params> const schedule{p, shared.forward.plan};
   if (warp < Config::kRecurrenceWarps) {
-    cutlass::arch::warpgroup_reg_alloc<Config::template kRecurrenceRegisters<Params>>();
+    cutlass::arch::warpgroup_reg_alloc<Config::kRecurrenceRegisters>();
     WorkItem item;
     RingPlace<Config> place(0);
     for (int round = 0; schedule.find(item, round); ++round) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ void run_whole(Params const& p, TensorMaps const& map
       });
     }
   } else {
-    cutlass::arch::warpgroup_reg_dealloc<Config::template kPrepareRegisters<Params>>();
+    cutlass::arch::warpgroup_reg_dealloc<Config::kPrepareRegisters>();
     warp -= Config::kRecurrenceWarps;
     prepare(p, maps, shared, ListJobs<Config, Params>(schedule, warp), warp, lane,
             [&](int stage) { shared.full[stage].arrive(); });

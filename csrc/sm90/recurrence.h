@@ -48,9 +48,11 @@ using RowsMNMajor = Descriptor<leading(kPanelStride<kRows>), kSwizzle128 | kGrou
 using SquareKMajor =
     Descriptor<leading(square_offset(0, 8) * int(sizeof(bf16))), square_offset(8, 0) * sizeof(bf16) / 16>;
 
-// The state's decay over a chunk, as stage.h orders it.
+// A lane's share of a chunk's decays, as stage.h orders them.
+using Decays = float4[kHeadDim / 16];
+
 template <class State>
-__device__ __forceinline__ void apply_decay(State& state, float4 const (&decay)[kHeadDim / 16], bool is_negative) {
+__device__ __forceinline__ void apply_decay(State& state, Decays const& decay, bool is_negative) {
 #pragma unroll
   for (int j = 0; j < kHeadDim / 8; ++j) {
     float2 d = j % 2 ? float2{decay[j / 2].z, decay[j / 2].w} : float2{decay[j / 2].x, decay[j / 2].y};
@@ -100,8 +102,7 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
 
   // Two lanes store a token's sixteen values.
   OutTile& out_tile = shared.forward.out[warp];
-  int const out_lane = kIsGeneral<Params> ? opaque(lane) : lane;  // not kept in registers from item to item
-  int const row = out_lane / 2, column = 8 * (out_lane % 2);
+  int const row = lane / 2, column = 8 * (lane % 2);
   bf16* out = first_row<bf16>(p.out, item.sequence, item.head) + row * p.out.token_stride + warp_value + column;
   BlockPlace const place = BlockPlace::of_b(lane);
   // A chunk's O waits in the out tile until the next chunk begins and, where registers are plenty, in them until that
@@ -129,7 +130,7 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
     bool const has_before = left < item.length();
     if (kFetchOutEarly && has_before) fetch_out(left + kChunk);
     shared.full[s].wait(ring.use % 2);
-    bool const decay_first = kIsGeneral<Params> && stage.decay.comes_first();
+    bool const decay_first = kIsUnbounded<Params> && stage.decay.comes_first();
     uint32_t v[4];
     load_matrices_transposed(v, shared.v[s].at(place.row, 16 * warp + place.column));
     if (left < kChunk) {  // rows past the end hold anything
@@ -194,15 +195,15 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
 #pragma unroll
     for (int i = 0; i < 4; ++i) u_bits[i] = pack_bf16(u(2 * i), u(2 * i + 1));
 
-    float4 decay[kHeadDim / 16];
-    auto const fetch_decay = [&] {
+    auto const fetch_decay = [&](Decays& decay) {
 #pragma unroll
       for (int j = 0; j < kHeadDim / 16; ++j) {
         decay[j] = *reinterpret_cast<float4 const*>(stage.decay.pair(2 * j, lane % 4));
       }
     };
     if (decay_first) {
-      fetch_decay();
+      Decays decay;  // not the one below, which would be kept from here on
+      fetch_decay(decay);
       apply_decay(state, decay, true);
     }
     warpgroup_fence_operand(o);
@@ -223,7 +224,8 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
                                 pack_bf16(o(6), o(7))};
     store_matrices_transposed(o_bits, out_tile.at(place.row, place.column));
     // Not sooner: wgmma reads its operands from the same shared memory, and every earlier place was slower.
-    if (!decay_first) fetch_decay();
+    Decays decay;
+    fetch_decay(decay);
     warpgroup_wait<0>();
     warpgroup_fence_operand(state);
     if (!decay_first) apply_decay(state, decay, false);

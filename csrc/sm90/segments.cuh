@@ -31,15 +31,15 @@ __global__ void __launch_bounds__(Stacked::kThreads, 1)
   if (threadIdx.x == kWarp) prefetch_maps(maps);
   init_barriers(shared);
   cute::cluster_sync();  // barriers are there
-  static_assert(Stacked::template kRegistersSuffice<Params>, "setmaxnreg would wait for ever");
+  static_assert(Stacked::kRegistersSuffice, "setmaxnreg would wait for ever");
   if (warp < Stacked::kRecurrenceWarps) {
-    cutlass::arch::warpgroup_reg_alloc<Stacked::template kRecurrenceRegisters<Params>>();
+    cutlass::arch::warpgroup_reg_alloc<Stacked::kRecurrenceRegisters>();
     transit(p, shared, item, group, warp, lane, [&](int stage) {
       __syncwarp();
       if (lane < Stacked::kClusterSize) shared.empty[stage].arrive_at(lane);
     });
   } else {
-    cutlass::arch::warpgroup_reg_dealloc<Stacked::template kPrepareRegisters<Params>>();
+    cutlass::arch::warpgroup_reg_dealloc<Stacked::kPrepareRegisters>();
     warp -= Stacked::kRecurrenceWarps;
     prepare(p, maps, shared, SplitJobs<Stacked>(item, rank, warp), warp, lane, [&](int stage) {
       shared.full[stage].arrive();

@@ -12,6 +12,8 @@ cudaError_t fwd_whole(FwdParams const& p, TensorMaps const& maps, Launch const& 
 cudaError_t fwd_split(FwdParams const& p, TensorMaps const& maps, Launch const& launch);
 cudaError_t fwd_whole(GeneralParams const& p, TensorMaps const& maps, Launch const& launch);
 cudaError_t fwd_split(GeneralParams const& p, TensorMaps const& maps, Launch const& launch);
+cudaError_t fwd_whole(SoftplusParams const& p, TensorMaps const& maps, Launch const& launch);
+cudaError_t fwd_split(SoftplusParams const& p, TensorMaps const& maps, Launch const& launch);
 
 // Pairs cut into segments.
 cudaError_t fwd_segments(Segmented<FwdParams> const& p, TensorMaps const& maps, Launch const& launch);

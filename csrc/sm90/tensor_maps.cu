@@ -82,7 +82,9 @@ cudaError_t make_tensor_maps(TensorMaps& maps, Params const& p) {
 
 template bool can_describe(FwdParams const&);
 template bool can_describe(GeneralParams const&);
+template bool can_describe(SoftplusParams const&);
 template cudaError_t make_tensor_maps(TensorMaps&, FwdParams const&);
 template cudaError_t make_tensor_maps(TensorMaps&, GeneralParams const&);
+template cudaError_t make_tensor_maps(TensorMaps&, SoftplusParams const&);
 
 }  // namespace flash_kda::sm90

@@ -84,7 +84,7 @@ __device__ __forceinline__ void transit(Params const& p, SharedStorage<Config>& 
 #pragma unroll
       for (int i = 0; i < kHeadDim / 4; ++i) s_bits[i] = pack_bf16(state(2 * i), state(2 * i + 1));
       shared.full[s].wait(ring.use % 2);
-      bool const decay_first = kIsGeneral<Params> && stage.decay.comes_first();
+      bool const decay_first = kIsUnbounded<Params> && stage.decay.comes_first();
       load_matrices_transposed(v, shared.v[s].at(place.row, row + place.column));
 #pragma unroll
       for (int i = 0; i < 4; ++i) v[i] = has_values ? v[i] : 0;  // nothing was loaded for P's rows
@@ -109,15 +109,15 @@ __device__ __forceinline__ void transit(Params const& p, SharedStorage<Config>& 
 #pragma unroll
       for (int i = 0; i < 4; ++i) u_bits[i] = pack_bf16(u(2 * i), u(2 * i + 1));
 
-      float4 decay[kHeadDim / 16];
-      auto const fetch_decay = [&] {
+      auto const fetch_decay = [&](Decays& decay) {
 #pragma unroll
         for (int j = 0; j < kHeadDim / 16; ++j) {
           decay[j] = *reinterpret_cast<float4 const*>(stage.decay.pair(2 * j, lane % 4));
         }
       };
       if (decay_first) {
-        fetch_decay();
+        Decays decay;  // not the one below, which would be kept from here on
+        fetch_decay(decay);
         apply_decay(state, decay, true);
       }
       warpgroup_fence_operand(state);
@@ -128,7 +128,8 @@ __device__ __forceinline__ void transit(Params const& p, SharedStorage<Config>& 
                address, tile_offset<TransitionStage::kRows>(TransitionStage::kGateRow, 0) * int(sizeof(bf16))),
            state);
       warpgroup_commit_batch();
-      if (!decay_first) fetch_decay();
+      Decays decay;
+      fetch_decay(decay);
       warpgroup_wait<0>();
       warpgroup_fence_operand(state);
       if (!decay_first) apply_decay(state, decay, false);
