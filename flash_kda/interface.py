@@ -1,7 +1,9 @@
 """`flash_kda.fwd`: the call, and its way to the CPU path or to the compiled kernels."""
 
+import functools
 import importlib
 import os
+import re
 
 import torch
 
@@ -17,7 +19,7 @@ from flash_kda.validation import (
     validate,
 )
 
-SCHEDULES = ("auto", "portable", "sm90")
+SCHEDULES = ("auto", "pairs", "portable", "sm90", "segments")
 
 _extension = None
 
@@ -46,11 +48,22 @@ def _raw_stream_of(device_index):
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream_of)
 
 
+def _is_segments_of(name):
+    match = re.fullmatch("segments:([1-9][0-9]{,8})", name)
+    return match is not None and int(match[1]) % 16 == 0
+
+
 def schedule() -> str:
-    """The kernel schedule that the environment variable FLASH_KDA_SCHEDULE asks for; ValueError for an unknown one."""
+    """The kernel schedule that the environment variable FLASH_KDA_SCHEDULE asks for; ValueError for an unknown one.
+
+    One of SCHEDULES, or segments:TOKENS, which cuts sequences into segments of that many tokens, a multiple of 16.
+    """
     name = os.environ.get("FLASH_KDA_SCHEDULE", "auto")
-    if name not in SCHEDULES:
-        raise ValueError(f"FLASH_KDA_SCHEDULE: expected one of {', '.join(SCHEDULES)}, got {name!r}")
+    if name not in SCHEDULES and not _is_segments_of(name):
+        raise ValueError(
+            f"FLASH_KDA_SCHEDULE: expected one of {', '.join(SCHEDULES)}, or segments:TOKENS with a multiple of 16, "
+            f"got {name!r}"
+        )
     return name
 
 
@@ -222,7 +235,19 @@ def run(arguments: tuple, options: Options) -> None:
     kernels = _extension or extension()
     device = q.get_device()
     call = kernels.fwd if plain else kernels.fwd_general
-    call(*numbers, device, _raw_stream(device), chosen)
+    cu_seqlens, tokens, heads, sequences = numbers[-7:-3]
+    size = _workspace_bytes(tokens, heads, sequences, cu_seqlens != 0, device, chosen)
+    if size:
+        # Given back when the kernels have been launched: the allocator keeps the order of the stream.
+        workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+        call(*numbers, device, _raw_stream(device), chosen, workspace.data_ptr(), size)
+    else:
+        call(*numbers, device, _raw_stream(device), chosen, 0, 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _workspace_bytes(tokens, heads, sequences, is_packed, device, chosen):
+    return extension().workspace_bytes(tokens, heads, sequences, is_packed, device, chosen)
 
 
 def numbers_of(

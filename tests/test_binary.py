@@ -119,10 +119,10 @@ def test_binding_takes_the_call_that_the_package_makes():
     from flash_kda import _C
 
     tensors, addresses, sizes = (0, 0, 0, 0) * 6, (0,) * 5, (16, 1, 1)
-    with pytest.raises(ValueError, match="schedule.* auto, portable or sm90, got no such schedule"):
-        _C.fwd(*tensors, *addresses, *sizes, 1.0, -5.0, True, 0, 0, "no such schedule")
+    with pytest.raises(ValueError, match="schedule.* auto, pairs, portable, sm90, segments.* got no such schedule"):
+        _C.fwd(*tensors, *addresses, *sizes, 1.0, -5.0, True, 0, 0, "no such schedule", 0, 0)
     no_sequences = (0, 1, 0)
-    plain = (*tensors, *addresses, *no_sequences, 1.0, -5.0, True, 0, 0, "auto")
+    plain = (*tensors, *addresses, *no_sequences, 1.0, -5.0, True, 0, 0, "auto", 0, 0)
     assert _C.fwd(*plain) is None
     states, checkpoints = (0, True, 5, 0, 0), (0, 0, 3, 64, False, True)
     assert (

@@ -139,11 +139,13 @@ FwdParams params_of(uint64_t q, int64_t q_batch, int64_t q_token, int64_t q_head
 }
 
 template <class Params>
-void launch(Params const& p, int device, uint64_t stream, std::string const& schedule) {
+void launch(Params const& p, int device, uint64_t stream, std::string const& schedule, uint64_t workspace,
+            int64_t workspace_size) {
   Schedule const chosen = schedule_of_name(schedule);
   if (p.num_sequences == 0 || p.num_heads == 0) return;
   DeviceGuard const guard(device);
-  cudaError_t const status = launch_fwd(p, chosen, device, address<CUstream_st>(stream));
+  cudaError_t const status =
+      launch_fwd(p, chosen, device, address<CUstream_st>(stream), {address<void>(workspace), workspace_size});
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) refuse_device(device);
   check(status, "the kernel launch");
 }
@@ -157,12 +159,13 @@ void fwd(uint64_t q, int64_t q_batch, int64_t q_token, int64_t q_head,          
          uint64_t beta, int64_t beta_batch, int64_t beta_token, int64_t beta_head,  //
          uint64_t A_log, uint64_t dt_bias, uint64_t initial_state, uint64_t final_state, uint64_t cu_seqlens,
          int64_t num_tokens, int64_t num_heads, int64_t num_sequences, double scale, double lower_bound,
-         bool state_is_fp32, int device, uint64_t stream, std::string const& schedule) {
+         bool state_is_fp32, int device, uint64_t stream, std::string const& schedule, uint64_t workspace,
+         int64_t workspace_size) {
   launch(params_of(q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, g, g_batch,
                    g_token, g_head, out, out_batch, out_token, out_head, beta, beta_batch, beta_token, beta_head, A_log,
                    dt_bias, initial_state, final_state, cu_seqlens, num_tokens, num_heads, num_sequences, scale,
                    lower_bound, state_is_fp32),
-         device, stream, schedule);
+         device, stream, schedule, workspace, workspace_size);
 }
 
 // What flash_kda.fwd asks for beyond the plain call (GeneralParams), in front of that call's arguments. num_heads
@@ -179,7 +182,8 @@ void fwd_general(uint64_t state_indices, bool state_indices_are_int32, int64_t s
                  int64_t out_token, int64_t out_head, uint64_t beta, int64_t beta_batch, int64_t beta_token,
                  int64_t beta_head, uint64_t A_log, uint64_t dt_bias, uint64_t initial_state, uint64_t final_state,
                  uint64_t cu_seqlens, int64_t num_tokens, int64_t num_heads, int64_t num_sequences, double scale,
-                 double lower_bound, bool state_is_fp32, int device, uint64_t stream, std::string const& schedule) {
+                 double lower_bound, bool state_is_fp32, int device, uint64_t stream, std::string const& schedule,
+                 uint64_t workspace, int64_t workspace_size) {
   GeneralParams p;
   static_cast<FwdParams&>(p) = params_of(
       q, q_batch, q_token, q_head, k, k_batch, k_token, k_head, v, v_batch, v_token, v_head, g, g_batch, g_token,
@@ -206,7 +210,13 @@ void fwd_general(uint64_t state_indices, bool state_indices_are_int32, int64_t s
   p.g_is_fp32 = g_is_fp32;
   p.beta_is_fp32 = beta_is_fp32;
   p.normalise = normalise;
-  launch(p, device, stream, schedule);
+  launch(p, device, stream, schedule, workspace, workspace_size);
+}
+
+// Bytes that a call of this form needs for its schedule: num_heads counts the heads of v.
+int64_t needed_workspace(int64_t num_tokens, int64_t num_heads, int64_t num_sequences, bool is_packed, int device,
+                         std::string const& schedule) {
+  return workspace_bytes({num_tokens, num_sequences, num_heads, is_packed}, schedule_of_name(schedule), device);
 }
 
 }  // namespace
@@ -214,6 +224,7 @@ void fwd_general(uint64_t state_indices, bool state_indices_are_int32, int64_t s
 
 PYBIND11_MODULE(_C, m) {
   m.def("build_info", &flash_kda::build_info);
+  m.def("workspace_bytes", &flash_kda::needed_workspace);
   m.def("fwd", &flash_kda::fwd);
   m.def("fwd_general", &flash_kda::fwd_general);
 }

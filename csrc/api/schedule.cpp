@@ -2,9 +2,12 @@
 
 #include <array>
 #include <atomic>
+#include <charconv>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <type_traits>
+#include <utility>
 
 #include "portable/portable.h"
 #include "recurrent/recurrent.h"
@@ -70,12 +73,21 @@ cudaError_t count_clusters(int& clusters, Launch const& launch) {
   return status;
 }
 
+// The parameters that kernels for segments know: a softplus gate is one of the general ones to them.
 template <class Params>
-cudaError_t launch_sm90(Params const& p, Launch const& launch) {
+using SegmentedParams =
+    Segmented<std::conditional_t<std::is_base_of_v<GeneralParams, Params>, GeneralParams, FwdParams>>;
+
+template <class Params>
+cudaError_t launch_sm90(Params const& p, SegmentPlan const& plan, Workspace const& workspace, Launch const& launch) {
   sm90::TensorMaps maps{};
   cudaError_t status = sm90::make_tensor_maps(maps, p);
   if (status == cudaErrorInvalidValue) return kNotDescribed;
   if (status != cudaSuccess) return status;
+  if (plan.tokens > 0) {
+    SegmentedParams<Params> const segmented = {p, {workspace.data, plan.tokens, int(plan.slots)}};
+    return sm90::fwd_segments(segmented, maps, launch);
+  }
   // Two CTAs a pair, where all of them run at once.
   int clusters;
   status = count_clusters(clusters, launch);
@@ -91,7 +103,7 @@ bool can_sm90(Params const&) {
   return false;
 }
 template <class Params>
-cudaError_t launch_sm90(Params const&, Launch const&) {
+cudaError_t launch_sm90(Params const&, SegmentPlan const&, Workspace const&, Launch const&) {
   return cudaErrorNotSupported;
 }
 #endif
@@ -112,41 +124,107 @@ bool is_softplus(GeneralParams const& p) {
   return p.gate == GateKind::kSoftplus && !p.g_is_fp32 && p.checkpoints.data == nullptr;
 }
 
+void require_sm90(Schedule schedule, bool has_sm90) {
+  if (has_sm90 || (schedule.kind != Schedule::kSm90 && schedule.kind != Schedule::kSegments)) return;
+  std::string const name = schedule.kind == Schedule::kSm90 ? "sm90" : "segments";
+  throw std::runtime_error(
+      "flash_kda: schedule " + name +
+      (kHasSm90 ? " needs a device of compute capability 9.0" : " needs a build with FLASH_KDA_CUDA_ARCHS naming 90a"));
+}
+
+// Plans of more segments than this are not made: slots are ints, and grids have limits.
+constexpr int64_t kMostSlotHeads = int64_t(1) << 28;
+
+SegmentPlan plan_segments(CallShape const& shape, Schedule schedule, Device const& d) {
+  bool const is_forced = schedule.kind == Schedule::kSegments;
+  if (!(is_forced || schedule.kind == Schedule::kAuto) || !kHasSm90 || d.capability != 90) return {};
+  if (shape.tokens == 0 || shape.sequences == 0 || shape.heads == 0) return {};
+  if (is_forced) {
+    SegmentPlan plan = schedule.segment_tokens > 0 ? plan_of_tokens(shape, schedule.segment_tokens)
+                                                   : best_plan(shape, d.multiprocessors);
+    if (plan.tokens == 0) plan = plan_of_tokens(shape, kShortestSegment);
+    if (plan.slots * shape.heads > kMostSlotHeads) {
+      throw std::runtime_error("flash_kda: segments of " + std::to_string(plan.tokens) + " tokens are too many here");
+    }
+    return plan;
+  }
+  // Segments go over every token twice: nothing to win where pairs fill half of the device.
+  if (2 * shape.sequences * shape.heads > d.multiprocessors) return {};
+  SegmentPlan const plan = best_plan(shape, d.multiprocessors);
+  return plan.tokens > 0 && plan.time < 0.95 * time_of_pairs(shape, d.multiprocessors) ? plan : SegmentPlan{};
+}
+
+int64_t bytes_of(SegmentPlan const& plan, CallShape const& shape) {
+  return plan.slots * shape.heads * kSegmentStateBytes;
+}
+
 template <class Params>
-cudaError_t launch(Params const& p, Schedule schedule, int device, cudaStream_t stream) {
+cudaError_t launch(Params const& p, Schedule schedule, int device, cudaStream_t stream, Workspace const& workspace) {
   Device d;
   cudaError_t const status = find_device(d, device);
   if (status != cudaSuccess) return status;
   bool const has_sm90 = kHasSm90 && d.capability == 90;
-  if (schedule == Schedule::kSm90 && !has_sm90) {
-    throw std::runtime_error(kHasSm90 ? "flash_kda: schedule sm90 needs a device of compute capability 9.0"
-                                      : "flash_kda: schedule sm90 needs a build with FLASH_KDA_CUDA_ARCHS naming 90a");
-  }
+  require_sm90(schedule, has_sm90);
   Launch const launch = {device, d.multiprocessors, stream};
-  if (schedule == Schedule::kAuto && is_decoding(p)) return launch_recurrent(p, launch);
-  if (schedule != Schedule::kPortable && has_sm90 && can_sm90(p)) {
-    cudaError_t const status = launch_sm90(p, launch);
+  bool const is_free = schedule.kind == Schedule::kAuto || schedule.kind == Schedule::kPairs;
+  if (is_free && is_decoding(p)) return launch_recurrent(p, launch);
+  if (schedule.kind != Schedule::kPortable && has_sm90 && can_sm90(p)) {
+    CallShape const shape = {p.num_tokens, p.num_sequences, p.num_heads, p.cu_seqlens != nullptr};
+    SegmentPlan plan = plan_segments(shape, schedule, d);
+    if (plan.tokens > 0 && (workspace.data == nullptr || workspace.bytes < bytes_of(plan, shape))) {
+      if (schedule.kind == Schedule::kSegments) return cudaErrorInvalidValue;
+      plan = {};
+    }
+    cudaError_t const status = launch_sm90(p, plan, workspace, launch);
     if (status != kNotDescribed) return status;
   }
   return portable::fwd(p, launch);
 }
 
+// Of segments:TOKENS; -1: not a number that fits.
+int tokens_of(std::string const& digits) {
+  int tokens = 0;
+  auto const [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), tokens);
+  bool const is_number = error == std::errc() && end == digits.data() + digits.size();
+  return is_number && tokens > 0 && tokens % kShortestSegment == 0 ? tokens : -1;
+}
+
 }  // namespace
 
 Schedule schedule_of_name(std::string const& name) {
-  if (name == "auto") return Schedule::kAuto;
-  if (name == "portable") return Schedule::kPortable;
-  if (name == "sm90") return Schedule::kSm90;
-  throw std::invalid_argument("flash_kda: schedule: expected auto, portable or sm90, got " + name);
+  static constexpr std::pair<char const*, Schedule::Kind> kKinds[] = {{"auto", Schedule::kAuto},
+                                                                      {"pairs", Schedule::kPairs},
+                                                                      {"portable", Schedule::kPortable},
+                                                                      {"sm90", Schedule::kSm90},
+                                                                      {"segments", Schedule::kSegments}};
+  for (auto const& [known, kind] : kKinds) {
+    if (name == known) return {kind};
+  }
+  std::string const prefix = "segments:";
+  if (name.rfind(prefix, 0) == 0) {
+    int const tokens = tokens_of(name.substr(prefix.size()));
+    if (tokens > 0) return {Schedule::kSegments, tokens};
+  }
+  throw std::invalid_argument(
+      "flash_kda: schedule: expected auto, pairs, portable, sm90, segments, or segments:TOKENS with a multiple of 16, "
+      "got " +
+      name);
 }
 
-cudaError_t launch_fwd(FwdParams const& p, Schedule schedule, int device, cudaStream_t stream) {
-  return launch(p, schedule, device, stream);
+int64_t workspace_bytes(CallShape const& shape, Schedule schedule, int device) {
+  Device d;
+  if (find_device(d, device) != cudaSuccess) return 0;  // the launch will say what is wrong
+  return bytes_of(plan_segments(shape, schedule, d), shape);
 }
 
-cudaError_t launch_fwd(GeneralParams const& p, Schedule schedule, int device, cudaStream_t stream) {
-  if (is_softplus(p)) return launch(SoftplusParams{p}, schedule, device, stream);
-  return launch(p, schedule, device, stream);
+cudaError_t launch_fwd(FwdParams const& p, Schedule schedule, int device, cudaStream_t stream, Workspace workspace) {
+  return launch(p, schedule, device, stream, workspace);
+}
+
+cudaError_t launch_fwd(GeneralParams const& p, Schedule schedule, int device, cudaStream_t stream,
+                       Workspace workspace) {
+  if (is_softplus(p)) return launch(SoftplusParams{p}, schedule, device, stream, workspace);
+  return launch(p, schedule, device, stream, workspace);
 }
 
 }  // namespace flash_kda

@@ -126,6 +126,9 @@ struct SegmentState {
   }
 };
 
+// The host reserves as much, aligned to 256 bytes.
+static_assert(sizeof(SegmentState) == 2 * 64 * 1024 && alignof(SegmentState) <= 256);
+
 template <class Base>
 __device__ __forceinline__ SegmentState& state_after(Segmented<Base> const& p, int slot, int head) {
   return static_cast<SegmentState*>(p.segments.workspace)[int64_t(slot) * p.num_heads + head];
