@@ -5,13 +5,16 @@
     python tests/sanitizer_grid.py --list      # the schedules that the device runs
 
 Parts: `short` calls, whose chunks all find a fresh stage; `long` ones, which go round the ring of stages several times;
-and `general` ones, of the kernels that serve more than the plain call. All three by default.
+and `general` ones, of the kernels that serve more than the plain call. With the schedule `segments`, which cuts
+whatever has more than a chunk, also `cut`, at lengths of the grid's choice, short enough for fresh stages, and
+`long_cut`, where every kernel goes round its stages. All that the schedule has by default.
 
 Without torch's caching allocator each tensor is an allocation of its own, so that an access past its end is seen.
 """
 
 import os
 import sys
+from contextlib import contextmanager
 from itertools import cycle
 
 import schedules
@@ -40,7 +43,20 @@ STATES = ((False, None), (True, torch.float32), (True, torch.bfloat16), (False, 
 # Pairs split over a cluster of two CTAs; whole pairs, more of them than the GPU has SMs; and those planned by length.
 LONG_GRID = ((1, 700, None, 1), (1, 700, None, 3), (2, 260, None, 70), (1, 450, [300, 20, 130], 50))
 PARTS = ("short", "long", "general")
-CLAMPED = ([-5, 10, 99], [0, 30, 10, 28], [2**40, 2**41])
+CUT_PARTS = ("cut", "long_cut")
+SANITIZED = (*schedules.EXACT, "segments")
+CLAMPED = ([-5, 10, 99], [0, 30, 10, 28], [2**40, 2**41], [0, 37, 0, 37, 0, 37])
+# (tokens of a segment, batch, tokens, sequence lengths or None): few and many segments, tails, ends around those of
+# segments, sequences that are not cut, and none.
+CUT_GRID = (
+    (16, 1, 32, None),
+    (16, 2, 177, None),
+    (48, 2, 130, None),
+    (48, 1, 144, None),
+    (16, 1, 130, [0, 1, 63, 0, 16, 17, 33]),
+    (48, 1, 291, [47, 48, 0, 49, 97, 50]),
+)
+LONG_CUT_GRID = ((256, 1, 1300, None), (256, 1, 1100, [700, 0, 400]), (16, 1, 600, None), (320, 2, 700, None))
 
 
 def call(B, T, H, initial, final_dtype, cu_seqlens=None):
@@ -103,20 +119,61 @@ def general():
     return 11
 
 
+@contextmanager
+def segments_of(tokens):
+    before = os.environ["FLASH_KDA_SCHEDULE"]
+    os.environ["FLASH_KDA_SCHEDULE"] = f"segments:{tokens}"
+    yield
+    os.environ["FLASH_KDA_SCHEDULE"] = before
+
+
+def cut_calls(grid, H):
+    states = cycle(STATES)
+    for L, B, T, lengths in grid:
+        with segments_of(L):
+            call(B, T, H, *next(states), None if lengths is None else cu_seqlens_of(lengths, "cuda"))
+    return len(grid)
+
+
+def cut_general_calls(L):
+    """Of kernels that serve more than the plain call: checkpoints, a pool, grouped heads, strong decays."""
+    lengths, H = [2 * L + 5, 0, 3 * L, 1], 2
+    checkpoints = torch.empty(sum(lengths) // 64 + len(lengths), H, HEAD_DIM, HEAD_DIM, device="cuda")
+    strong = {"lower_bound": None, "A_log": torch.full((H,), 4.0, device="cuda"), "dt_bias": None}
+    indices = torch.tensor([2, 3, -1, 0], device="cuda")
+    with segments_of(L):
+        general_call(lengths, H, checkpoints=checkpoints, checkpoint_interval=64)
+        general_call(lengths, H, checkpoints=checkpoints, checkpoint_interval=64, checkpoint_at="start")
+        general_call(lengths, 1, HV=H, rows=4, state_indices=indices, **strong)
+    return 3
+
+
+def cut():
+    for cu_seqlens in CLAMPED:
+        with segments_of(16):
+            call(1, 37, 2, True, torch.float32, torch.tensor(cu_seqlens, device="cuda"))
+    return len(CLAMPED) + cut_calls(CUT_GRID, 2) + cut_general_calls(32)
+
+
+def long_cut():
+    return cut_calls(LONG_CUT_GRID, 2) + cut_general_calls(256)
+
+
 def main(arguments):
-    served = [schedule for schedule in schedules.SCHEDULES if not schedules.why_not(schedule)]
+    served = [schedule for schedule in SANITIZED if not schedules.why_not(schedule)]
     if arguments == ["--list"]:
         print(*served)
         return
-    chosen, parts = arguments[:1] or served, arguments[1:] or PARTS
-    for schedule in chosen:
+    calls = {part.__name__: part for part in (short, long, general, cut, long_cut)}
+    for schedule in arguments[:1] or served:
         if schedule not in served:
             sys.exit(f"schedule: expected one of {', '.join(served)}, got {schedule!r}")
         os.environ["FLASH_KDA_SCHEDULE"] = schedule
-        for part in parts:
-            if part not in PARTS:
-                sys.exit(f"part: expected one of {', '.join(PARTS)}, got {part!r}")
-            count = {"short": short, "long": long, "general": general}[part]()
+        parts = (*PARTS, *CUT_PARTS) if schedule == "segments" else PARTS
+        for part in arguments[1:] or parts:
+            if part not in parts:
+                sys.exit(f"part: expected one of {', '.join(parts)}, got {part!r}")
+            count = calls[part]()
             torch.cuda.synchronize()
             print(f"{schedule}, {part}: {count} calls")
 

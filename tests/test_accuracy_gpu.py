@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 T, H = 1024, 4
 
 
-@pytest.fixture(autouse=True, params=schedules.SCHEDULES)
+@pytest.fixture(autouse=True, params=schedules.ACCURATE)
 def schedule(request, monkeypatch):
     schedules.use(request.param, monkeypatch)
     return request.param

@@ -76,13 +76,13 @@ def fwd(inputs, cu_seqlens=None, final_dtype=torch.float32):
 
 @pytest.fixture
 def check_against_reference(monkeypatch):
-    """Compares every schedule that the device runs with one run of the reference, which takes far longer than they."""
+    """Compares every exact schedule that the device runs with one run of the reference, which takes far longer."""
     from torch_ref import forward
 
     def check(inputs, mode, cu_seqlens=None):
         initial, final, dtype = mode
         expected_out, expected_state = forward(**inputs, cu_seqlens=cu_seqlens, state_dtype=dtype)
-        for name in schedules.each(monkeypatch):
+        for name in schedules.each_exact(monkeypatch):
             out, final_state = fwd(inputs, cu_seqlens, dtype if final else None)
             assert_same_bits(out, expected_out, f"out of schedule {name}")
             if final:
@@ -107,7 +107,7 @@ def packed_inputs(lengths, H, kind="long", seed=0, state_dtype=torch.float32):
 class TestAgainstReference:
     @pytest.fixture(autouse=True)
     def schedule(self):
-        """In place of the module's: each test runs every schedule."""
+        """In place of the module's: each test runs every exact schedule."""
 
     @pytest.mark.parametrize("T, H, mode, kind", cases(product(LENGTHS, HEADS)))
     def test_one_sequence(self, check_against_reference, T, H, mode, kind):
@@ -236,6 +236,11 @@ class TestCuSeqlens:
 
 
 class TestLargeOffsets:
+    @pytest.fixture(autouse=True, params=(*schedules.EXACT, "segments:512"))
+    def schedule(self, request, monkeypatch):
+        """In place of the module's: shorter segments would need a workspace of 40 GB."""
+        schedules.use(request.param, monkeypatch)
+
     @staticmethod
     def require_memory(gigabytes):
         free = torch.cuda.mem_get_info()[0] / 1e9
@@ -250,7 +255,7 @@ class TestLargeOffsets:
 
     def test_token_offsets_beyond_2_to_the_31(self):
         """300 sequences of 1000 tokens of 64 heads are 2.46e9 elements; element 2^31 is token 144 of sequence 262."""
-        self.require_memory(45)
+        self.require_memory(53)
         N, length, H = 300, 1000, 64
         inputs = make_inputs("long", 1, N * length, H, "cuda")
         out = torch.empty_like(inputs["v"])
@@ -272,7 +277,7 @@ class TestLargeOffsets:
 
     def test_state_offsets_beyond_2_to_the_31(self):
         """4160 sequences of 32 heads: the states hold 2.18e9 elements."""
-        self.require_memory(25)
+        self.require_memory(43)
         N, H = 4160, 32
         inputs = make_inputs("long", 1, N, H, "cuda", state_dtype=torch.bfloat16, N=N)
         out = torch.empty_like(inputs["v"])

@@ -143,7 +143,7 @@ FAKE_PYTHON = r"""#!/usr/bin/env bash
 # Stands in for the Python of tests/gpu.sh: notes what it is asked to run, and fails where FAIL says.
 printf '%s\n' "$*" >>"$CALLS"
 case "$*" in
-*"sanitizer_grid.py --list"*) echo "portable sm90" ;;
+*"sanitizer_grid.py --list"*) echo "portable sm90 segments" ;;
 -c*) echo benchmarks/results/nvidia-h200.json ;;
 *"fuzz.py"*) echo fuzzing ;;
 *"test_fla.py"*"--ignore"*) ;;
@@ -194,6 +194,11 @@ def test_gpu_script_runs_every_step_and_records_how_it_ended(tmp_path, fail, ste
         assert steps[step] == "exit status 3"
     statuses = {path.stem: path.read_text().strip() for path in (tmp_path / "tests" / "output").glob("*.status")}
     tools = ("memcheck", "racecheck", "initcheck", "synccheck")
-    assert statuses == {f"{tool} {schedule}": "0" for tool in tools for schedule in ("portable", "sm90")}
+    assert statuses == {f"{tool} {schedule}": "0" for tool in tools for schedule in ("portable", "sm90", "segments")}
+    sanitized = {line for line in (tmp_path / "calls").read_text().splitlines() if "sanitizer_grid.py " in line}
+    fresh = {"tests/sanitizer_grid.py sm90 short", "tests/sanitizer_grid.py segments short cut"}
+    assert fresh < sanitized and {line.rstrip() for line in sanitized - fresh} == {
+        f"tests/sanitizer_grid.py {words}" for words in ("--list", "portable", "sm90", "segments")
+    }
     for option in ("--junit", "--benchmark", "--features", "--fuzz", "--sanitizer"):
         assert f"{option} {tmp_path}/tests/output" in record
