@@ -104,7 +104,7 @@ def test_a_machine_without_a_driver():
     tensors, addresses, sizes = (0, 0, 0, 0) * 6, (0,) * 5, (16, 1, 1)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="flash_kda: the driver does not say which context is current"):
-            _C.fwd(*tensors, *addresses, *sizes, 1.0, -5.0, True, 0, 0, "auto")
+            _C.fwd(*tensors, *addresses, *sizes, 1.0, -5.0, True, 0, 0, "auto", 0, 0)
     assert results("cpu")[0].isfinite().all()
 
 

@@ -542,5 +542,5 @@ class TestRejectedCalls:
     def test_unknown_schedule(self, monkeypatch):
         monkeypatch.setenv("FLASH_KDA_SCHEDULE", "fastest")
         inputs = make_inputs("random", 1, 16, 1, "cuda")
-        with pytest.raises(ValueError, match="auto, portable, sm90"):
+        with pytest.raises(ValueError, match="auto, pairs, portable, sm90"):
             flash_kda.fwd(**inputs, out=torch.empty_like(inputs["v"]))

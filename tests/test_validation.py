@@ -307,7 +307,7 @@ def test_requires_grad(call, name):
 
 def test_schedule(call, monkeypatch):
     monkeypatch.setenv("FLASH_KDA_SCHEDULE", "fastest")
-    with pytest.raises(ValueError, match=r"^FLASH_KDA_SCHEDULE: expected one of auto, portable, sm90, got 'fastest'"):
+    with pytest.raises(ValueError, match=r"^FLASH_KDA_SCHEDULE: expected one of auto, pairs, portable, sm90, segments, or segments:TOKENS .*, got 'fastest'"):
         flash_kda.fwd(**call)
     assert torch.all(call["out"] == 7.0) and torch.all(call["final_state"] == 7.0)
     for known in SCHEDULES:
