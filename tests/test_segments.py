@@ -653,7 +653,7 @@ class TestWorkspace:
     @pytest.mark.parametrize("is_packed", [False, True])
     @pytest.mark.parametrize("L", [16, 64, 1024])
     def test_has_the_documented_size(self, use, L, is_packed, lengths):
-        """128 KB a segment and head, of as many segments as there may be, and 1 KB; nothing where none may be cut."""
+        """128 KB a segment and head, of as many segments as there may be."""
         use(f"segments:{L}")
         N, T, H = len(lengths), sum(lengths), 4
         if is_packed:
@@ -662,13 +662,12 @@ class TestWorkspace:
         else:
             x, cu_seqlens = make_inputs("long", N, T // N, H, "cuda", 0, torch.float32), None
             slots = N * -(-(T // N) // L)
-        least = slots * H * SLOT_BYTES
-        assert least <= workspace_of_fwd(x, cu_seqlens) <= least + 1024
+        assert workspace_of_fwd(x, cu_seqlens) == slots * H * SLOT_BYTES
 
     @pytest.mark.parametrize("case", [case for case in CASES if case.table == "few heads"], ids=lambda case: case.name)
     def test_of_auto_is_at_most_64_mb_or_a_hundredth_of_the_inputs(self, use, case):
         use("auto")
-        assert workspace_of_fwd(*case_inputs(case)) <= max(64e6, 0.01 * case.bytes)
+        assert workspace_of_fwd(*case_inputs(case)) <= max(2**26, 0.01 * case.bytes)
 
     @pytest.mark.parametrize("setting", ["auto", "pairs", "sm90"])
     def test_many_heads_take_none(self, use, setting):
