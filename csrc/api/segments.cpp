@@ -15,7 +15,9 @@ int64_t mean_tokens(CallShape const& s) { return s.is_packed ? ceil_div(s.tokens
 // What the kernels take, in microseconds, fitted to an H200 (docs/segment-scan.md): a chunk of a segment's transition
 // and of its forward pass, where every SM has one; a step of the combination; starts and ends.
 constexpr double kTransitionChunk = 0.59, kForwardChunk = 0.9, kCombineStep = 1.8;
-constexpr double kTransitionStart = 12, kCombineStart = 5, kForwardStart = 9;
+constexpr double kTransitionStart = 12, kCombineStart = 5, kForwardStart = 3;
+// What the forward pass waits longer where it needs SMs that the combination was on.
+constexpr double kForwardDelay = 6;
 // A chunk of a pair that two CTAs share, and of one that has an SM to itself; start and end.
 constexpr double kSplitChunk = 0.63, kWholeChunk = 0.88, kPairStart = 5;
 
@@ -34,17 +36,19 @@ SegmentPlan plan_of_tokens(CallShape const& s, int tokens) {
 SegmentPlan best_plan(CallShape const& s, int multiprocessors) {
   SegmentPlan best;
   int64_t const mean = mean_tokens(s), pairs = s.sequences * s.heads;
-  int64_t const most = std::min<int64_t>(ceil_div(mean, kChunk), 2 * ceil_div(multiprocessors, pairs));
+  int64_t const most = std::min<int64_t>(ceil_div(mean, kChunk), std::max<int64_t>(2, 2 * multiprocessors / pairs));
   for (int64_t wanted = 2; wanted <= most; ++wanted) {
     int const tokens = int(ceil_div(ceil_div(mean, wanted), kChunk) * kChunk);
     SegmentPlan plan = plan_of_tokens(s, tokens);
-    if (plan.slots * s.heads * kSegmentStateBytes > kMostWorkspaceBytes) break;
+    // The first always stands: a sequence of more than one chunk can be cut, whatever it takes.
+    if (wanted > 2 && plan.slots * s.heads * kSegmentStateBytes > kMostWorkspaceBytes) break;
     int64_t const segments = ceil_div(mean, tokens), chunks = tokens / kChunk;
     // Groups of two segments, a cluster of two CTAs each; every segment but the last of a sequence.
     int64_t const groups = segments / 2, rounds = ceil_div(2 * groups * pairs, multiprocessors);
     plan.time = kTransitionStart + rounds * std::min<int64_t>(2, segments - 1) * chunks * kTransitionChunk;
     if (groups > 1) plan.time += kCombineStart + (groups - 1) * kCombineStep;
     plan.time += kForwardStart + ceil_div(plan.slots * s.heads, multiprocessors) * chunks * kForwardChunk;
+    if (plan.slots * s.heads + 4 * pairs > multiprocessors) plan.time += kForwardDelay;
     if (best.tokens == 0 || plan.time < best.time) best = plan;
   }
   return best;

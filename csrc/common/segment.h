@@ -20,43 +20,48 @@ struct Segment {
   __device__ int offset() const { return tokens.begin - sequence.begin; }  // in tokens of its sequence
 };
 
-// The segments of a sequence.
-__device__ __forceinline__ int count_segments(Segments const& s, Sequence const& sequence) {
-  return max(1, (sequence.length + s.tokens - 1) / s.tokens);
+// Longer than any sequence.
+constexpr int kUncut = 0x7fffffff;
+
+// How many segments of that many tokens a sequence has.
+__device__ __forceinline__ int count_segments(int tokens, Sequence const& sequence) {
+  return sequence.length == 0 ? 1 : (sequence.length - 1) / tokens + 1;
 }
 
-__device__ __forceinline__ Segment segment_of(Segments const& s, Sequence const& sequence, int sequence_index,
-                                              int index) {
-  int const offset = index * s.tokens;
-  return {{sequence.batch, sequence.begin + offset, min(s.tokens, sequence.length - offset)},
+// Tokens of a segment. Sequences that overlap, as entries of cu_seqlens out of order make them, may have more segments
+// than there are slots: they are not cut, then.
+template <class Base>
+__device__ __forceinline__ int segment_tokens(Segmented<Base> const& p) {
+  int const tokens = p.segments.tokens;
+  if (p.cu_seqlens == nullptr || p.num_sequences == 1) return tokens;
+  int64_t left = p.segments.slots;
+#pragma unroll 1
+  for (int64_t n = 0; n < p.num_sequences; ++n) {
+    left -= count_segments(tokens, find_sequence(static_cast<Base const&>(p), n));
+  }
+  return left >= 0 ? tokens : kUncut;
+}
+
+__device__ __forceinline__ Segment segment_of(int tokens, Sequence const& sequence, int sequence_index, int index) {
+  int const offset = index * tokens;
+  return {{sequence.batch, sequence.begin + offset, min(tokens, sequence.length - offset)},
           sequence,
           sequence_index,
           index,
-          count_segments(s, sequence)};
-}
-
-// How many places sequences take before the next one's: places are segments, or what `count` makes of a sequence.
-template <class Base, class Count>
-__device__ __forceinline__ bool find_place(Segmented<Base> const& p, int& place, int& sequence_index,
-                                           Sequence& sequence, Count const& count) {
-  Base const& base = p;
-#pragma unroll 1
-  for (sequence_index = 0; sequence_index < p.num_sequences; ++sequence_index) {
-    sequence = find_sequence(base, sequence_index);
-    int const places = count(sequence);
-    if (place < places) return true;
-    place -= places;
-  }
-  return false;
+          count_segments(tokens, sequence)};
 }
 
 // The segment in a slot; an empty one past the last.
 template <class Base>
 __device__ __forceinline__ Segment find_segment(Segmented<Base> const& p, int slot) {
-  int index = slot, n;
-  Sequence sequence;
-  auto const count = [&](Sequence const& s) { return count_segments(p.segments, s); };
-  if (find_place(p, index, n, sequence, count)) return segment_of(p.segments, sequence, n, index);
+  int const tokens = segment_tokens(p);
+#pragma unroll 1
+  for (int n = 0; n < p.num_sequences; ++n) {
+    Sequence const sequence = find_sequence(static_cast<Base const&>(p), n);
+    int const count = count_segments(tokens, sequence);
+    if (slot < count) return segment_of(tokens, sequence, n, slot);
+    slot -= count;
+  }
   return {{0, 0, 0}, {0, 0, 0}, -1, 0, 1};
 }
 
@@ -103,9 +108,11 @@ struct alignas(128) Transition {
   }
 };
 
-// What is known of a head's state after a segment, in fp32: first R, what the segments of its group (sm90/config.h) up
-// to it leave of a zero state, and then the state itself; and P, through which they hand on the state before the group,
-//   S_after = S_before P + R
+// What is known of a head's state before a segment, in fp32: of a sequence's first, where there are others, a copy of
+// the initial state, whose memory may be the final state's; of the others first R, what the segments of the group
+// (groups_of) in front of it, up to it, leave of a zero state, and then the state itself; and P, through which they
+// hand on the state before the group,
+//   S = S_before_the_group P + R
 struct SegmentState {
   float4 state[kHeadDim / 16][kHeadDim / 8][kWarp];  // [V, K] as accumulators: rows / 16, tile, lane
   Transition transition;
@@ -130,8 +137,13 @@ struct SegmentState {
 static_assert(sizeof(SegmentState) == 2 * 64 * 1024 && alignof(SegmentState) <= 256);
 
 template <class Base>
-__device__ __forceinline__ SegmentState& state_after(Segmented<Base> const& p, int slot, int head) {
+__device__ __forceinline__ SegmentState& state_before(Segmented<Base> const& p, int slot, int head) {
   return static_cast<SegmentState*>(p.segments.workspace)[int64_t(slot) * p.num_heads + head];
 }
+
+// Segments of a sequence go in groups of two: a cluster finds the state after each from the one before the group, so
+// that states have to be handed from group to group only. The last segment of a sequence needs nobody.
+constexpr int kGroupSegments = 2;
+__host__ __device__ constexpr int groups_of(int segments) { return segments / kGroupSegments; }
 
 }  // namespace flash_kda

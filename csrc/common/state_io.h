@@ -116,18 +116,19 @@ __device__ __forceinline__ void load_initial_state(StateRows& state, Params cons
                                                    int value, float factor, int lane) {
   load_state(state, initial_state_of(p, sequence_index, head, value), factor, lane);
 }
-// Segments start from the state after the one before.
+// The only segment of its sequence starts from where the sequence does, others from the workspace.
 template <class Base>
 __device__ __forceinline__ void load_initial_state(StateRows& state, Segmented<Base> const& p, int64_t slot, int head,
                                                    int value, float factor, int lane) {
   Segment const segment = find_segment(p, int(slot));
-  if (segment.sequence_index < 0 || segment.is_first()) {
-    StateAddress const from = segment.sequence_index < 0
-                                  ? StateAddress{nullptr, true}
-                                  : initial_state_of(static_cast<Base const&>(p), segment.sequence_index, head, value);
-    load_state(state, from, factor, lane);
+  if (segment.count > 1) {
+    state_before(p, int(slot), head).load(state, value, factor, lane);
   } else {
-    state_after(p, int(slot) - 1, head).load(state, value, factor, lane);
+    load_state(state,
+               segment.sequence_index < 0
+                   ? StateAddress{nullptr, true}
+                   : initial_state_of(static_cast<Base const&>(p), segment.sequence_index, head, value),
+               factor, lane);
   }
 }
 

@@ -69,15 +69,16 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(__grid_cons
   cluster /= kHeadDim / kCombineRows;
   int const head = cluster % p.num_heads, sequence_index = cluster / p.num_heads;
 
+  int const tokens = segment_tokens(p);
   int first_slot = 0, segments = 0;
 #pragma unroll 1
   for (int n = 0; n <= sequence_index; ++n) {
     first_slot += segments;
-    segments = count_segments(p.segments, find_sequence(static_cast<typename Params::Base const&>(p), n));
+    segments = count_segments(tokens, find_sequence(static_cast<typename Params::Base const&>(p), n));
   }
   // From segment 2 or 3 on every other one but the sequence's last.
   int const first = is_first ? kGroupSegments + 1 : kGroupSegments, steps = max(0, segments - first) / kGroupSegments;
-  auto const after = [&](int segment) -> SegmentState& { return state_after(p, first_slot + segment, head); };
+  auto const after = [&](int segment) -> SegmentState& { return state_before(p, first_slot + segment + 1, head); };
   auto const segment_of_step = [&](int step) { return first + step * kGroupSegments; };
 
   if (segments <= kGroupSegments + 1) {  // both CTAs alike

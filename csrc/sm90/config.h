@@ -113,9 +113,4 @@ static_assert(sizeof(SharedStorage<Config<Sharing::kWhole>>) <= 227 * 1024);
 static_assert(sizeof(SharedStorage<Config<Sharing::kSplit>>) <= 227 * 1024);
 static_assert(sizeof(SharedStorage<Config<Sharing::kStacked>>) <= 227 * 1024);
 
-// Segments of a sequence go in groups of two: a cluster finds the state after each from the one before the group, so
-// that states have to be handed from group to group only. The last segment of a sequence needs nobody.
-constexpr int kGroupSegments = 2;
-__host__ __device__ constexpr int groups_of(int segments) { return segments / kGroupSegments; }
-
 }  // namespace flash_kda::sm90

@@ -124,8 +124,9 @@ class LaunchConfig {
 };
 
 // Instantiated in a translation unit for each configuration and form of parameters, so that they build in parallel.
+// `is_early` only behind a kernel of the same call: it reads the call's inputs before that one has ended.
 template <class Config, class Params>
-cudaError_t launch_fwd(Params const& p, TensorMaps const& maps, Launch const& launch) {
+cudaError_t launch_fwd(Params const& p, TensorMaps const& maps, Launch const& launch, bool is_early = false) {
   int const bytes = sizeof(SharedStorage<Config>);
   cudaError_t const status = allow_shared_memory<fwd_kernel<Config, Params>>(bytes, launch.device);
   if (status != cudaSuccess) return status;
@@ -134,7 +135,7 @@ cudaError_t launch_fwd(Params const& p, TensorMaps const& maps, Launch const& la
       Config::kClusterSize == 1 ? std::min(pairs, int64_t(launch.multiprocessors)) : pairs * Config::kClusterSize;
   LaunchConfig config(ctas, Config::kThreads, bytes, launch.stream);
   config.in_clusters_of(Config::kClusterSize);
-  if constexpr (kIsSegmented<Params>) config.early();
+  if (is_early) config.early();
   return cudaLaunchKernelEx(config, fwd_kernel<Config, Params>, p, maps);
 }
 

@@ -25,8 +25,7 @@ __global__ void __launch_bounds__(Stacked::kThreads, 1)
 
   SegmentGroup const group = find_group(p, cluster / p.num_heads);
   if (group.count == 0) return;  // both CTAs alike
-  Sequence const tokens = {group.first.tokens.batch, group.first.tokens.begin, group.tokens(p.segments)};
-  WorkItem const item = {tokens, group.slot, head, rank * kHeadDim};
+  WorkItem const item = {group.sequence(), group.slot, head, rank * kHeadDim};
 
   if (threadIdx.x == kWarp) prefetch_maps(maps);
   init_barriers(shared);
@@ -67,7 +66,7 @@ cudaError_t launch_segments(Params const& p, TensorMaps const& maps, Launch cons
     status = cudaLaunchKernelEx(combine.in_clusters_of(kCombineCtas).early(), combine_kernel<Params>, p);
     if (status != cudaSuccess) return status;
   }
-  return launch_fwd<Config<Sharing::kWhole>>(p, maps, launch);
+  return launch_fwd<Config<Sharing::kWhole>>(p, maps, launch, groups > 0);
 }
 
 }  // namespace flash_kda::sm90

@@ -11,28 +11,31 @@ namespace flash_kda::sm90 {
 // The segments of a sequence whose states after them one cluster finds.
 struct SegmentGroup {
   Segment first;
-  int slot;   // of the first
-  int count;  // of segments, of which none is the sequence's last; 0: there are fewer groups
+  int slot;    // of the first
+  int count;   // of segments, of which none is the sequence's last; 0: there are fewer groups
+  int tokens;  // of each
 
-  __device__ int tokens(Segments const& s) const { return count * s.tokens; }
+  __device__ bool starts_sequence() const { return first.index == 0; }
+  __device__ Sequence sequence() const { return {first.tokens.batch, first.tokens.begin, count * tokens}; }
 };
 
 // Groups are numbered as slots are.
 template <class Base>
 __device__ __forceinline__ SegmentGroup find_group(Segmented<Base> const& p, int group) {
+  int const tokens = segment_tokens(p);
   int slot = 0;
 #pragma unroll 1
   for (int n = 0; n < p.num_sequences; ++n) {
     Sequence const sequence = find_sequence(static_cast<Base const&>(p), n);
-    int const segments = count_segments(p.segments, sequence), groups = groups_of(segments);
+    int const segments = count_segments(tokens, sequence), groups = groups_of(segments);
     if (group < groups) {
       int const index = group * kGroupSegments;
-      return {segment_of(p.segments, sequence, n, index), slot + index, min(kGroupSegments, segments - 1 - index)};
+      return {segment_of(tokens, sequence, n, index), slot + index, min(kGroupSegments, segments - 1 - index), tokens};
     }
     slot += segments;
     group -= groups;
   }
-  return {{}, 0, 0};
+  return {{}, 0, 0, 0};
 }
 
 // All chunks of a group, by a warpgroup. release(stage) is called by every lane that has read a stage.
@@ -43,14 +46,16 @@ __device__ __forceinline__ void transit(Params const& p, SharedStorage<Config>& 
   TiledMMA contract = make_tiled_mma(SquareAtom{});  // N = 16, and A S^T's B operand lies like a square's: K-major
   TiledMMA update = make_tiled_mma(UpdateAtom{});
 
-  bool const has_values = item.has_values(), has_transition = !group.first.is_first();
+  bool const has_values = item.has_values(), has_transition = !group.starts_sequence();
   int const row = 16 * warp;
   Tensor state = make_tensor<float>(Accumulator<kHeadDim / 8>{});
   StateRows& state_rows = reinterpret_cast<StateRows&>(state(0));
   if (has_values && has_transition) {
     load_state(state_rows, {nullptr, true}, 1.f, lane);
   } else if (has_values) {
-    load_initial_state(state_rows, p, group.slot, item.head, row, kShiftDown, lane);
+    auto const& base = static_cast<typename Params::Base const&>(p);
+    load_state(state_rows, initial_state_of(base, group.first.sequence_index, item.head, row), kShiftDown, lane);
+    state_before(p, group.slot, item.head).store(state_rows, row, kShiftUp, lane);
   } else {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) {
@@ -70,13 +75,12 @@ __device__ __forceinline__ void transit(Params const& p, SharedStorage<Config>& 
   uint32_t const first_address = (cast_smem_ptr_to_uint(&shared.stage[0]) & 0x3ffff) / 16;
   BlockPlace const place = BlockPlace::of_b(lane);
   RingPlace<Config> ring(0);
-  int slot = group.slot;
 
 #pragma unroll 1
-  for (int segment = 0; segment < group.count; ++segment, ++slot) {
+  for (int segment = 0; segment < group.count; ++segment) {
     // Every segment of a group is whole: chunks have no tails.
 #pragma unroll 1
-    for (int left = p.segments.tokens; left > 0; left -= kChunk, ring.advance(1)) {
+    for (int left = group.tokens; left > 0; left -= kChunk, ring.advance(1)) {
       int const s = ring.stage;
       TransitionStage& stage = shared.stage[s];
       uint32_t const address = first_address + s * uint32_t(sizeof(TransitionStage) / 16);
@@ -136,7 +140,7 @@ __device__ __forceinline__ void transit(Params const& p, SharedStorage<Config>& 
       release(s);
     }
 
-    SegmentState& after = state_after(p, slot, item.head);
+    SegmentState& after = state_before(p, group.slot + segment + 1, item.head);
     if (has_values) {
       after.store(state_rows, row, kShiftUp, lane);
     } else if (has_transition) {
