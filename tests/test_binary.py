@@ -155,6 +155,16 @@ def test_sass_keeps_registers_out_of_memory(kernels):
     assert {key: found for key, found in offenders.items() if found} == {}
 
 
+def test_sass_knows_where_memory_is(kernels):
+    """An access to an unknown address space (LD, ST) takes longer than one to global memory (LDG, STG).
+
+    The one that is meant reads a count in the other CTA's shared memory, where states of segments are combined.
+    """
+    offenders = {key: opcodes(body) & {"LD", "ST"} for key, body in kernels.items()}
+    found = {key: names for key, names in offenders.items() if names}
+    assert [(key, names) for key, names in found.items() if "combine_kernel" not in key[1] or names != {"LD"}] == []
+
+
 def test_portable_kernels_use_the_tensor_cores(kernels):
     portable = {key: body for key, body in kernels.items() if "portable" in key[1]}
     assert portable
@@ -171,13 +181,21 @@ def test_sm90_kernels_use_wgmma_tma_and_their_registers_or_cluster(build_info, k
     assert {arch for arch, _ in sm90} == {"90a"} & set(build_info["archs"])
     always, whole, split = {"HGMMA", "UTMALDG"}, {"USETMAXREG"}, {"UBLKCP", "UCGABAR_ARV", "UCGABAR_WAIT"}
     for sharing, own in (("7SharingE0E", whole), ("7SharingE1E", split)):  # kWhole and kSplit of csrc/sm90/config.h
-        bodies = {key: body for key, body in sm90.items() if sharing in key[1]}
+        bodies = {key: body for key, body in sm90.items() if sharing in key[1] and "9Segmented" not in key[1]}
         forms = {
             form for form in ("9FwdParams", "13GeneralParams", "14SoftplusParams") for key in bodies if form in key[1]
         }
         assert len(bodies) == len(forms) == (3 if sm90 else 0), "expected one for each form of parameters"
         assert {key: opcodes(body) & (always | whole | split) for key, body in bodies.items()} == {
             key: always | own for key in bodies
+        }
+    # Segments: what they do to the state, the states between them, and the forward pass of whole pairs.
+    segmented = {"17transition_kernel": always | whole | split, "14combine_kernel": {"HGMMA"} | (split - {"UBLKCP"})}
+    for name, expected in {**segmented, "7SharingE0E": always | whole}.items():
+        bodies = {key: body for key, body in sm90.items() if name in key[1] and "9Segmented" in key[1]}
+        assert len(bodies) == (2 if sm90 else 0), "expected one for each form of parameters"
+        assert {key: opcodes(body) & (always | whole | split) for key, body in bodies.items()} == {
+            key: expected for key in bodies
         }
 
 

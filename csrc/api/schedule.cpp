@@ -142,6 +142,7 @@ SegmentPlan plan_segments(CallShape const& shape, Schedule schedule, Device cons
   if (is_forced) {
     SegmentPlan plan = schedule.segment_tokens > 0 ? plan_of_tokens(shape, schedule.segment_tokens)
                                                    : best_plan(shape, d.multiprocessors);
+    if (plan.tokens == 0) plan = plan_of_tokens(shape, kShortestSegment);  // of a chunk at most, on average
     if (plan.slots * shape.heads > kMostSlotHeads) {
       throw std::runtime_error("flash_kda: segments of " + std::to_string(plan.tokens) + " tokens are too many here");
     }

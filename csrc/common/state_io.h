@@ -104,7 +104,10 @@ __device__ __forceinline__ void load_state(StateRows& state, StateAddress const&
   if (from.rows == nullptr) {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) state[i / 4][i % 4] = 0.f;
-  } else if (from.is_fp32) {
+    return;
+  }
+  __builtin_assume(__isGlobal(from.rows));  // or the compiler makes generic accesses, which are slower
+  if (from.is_fp32) {
     load_state(state, static_cast<float const*>(from.rows), 0, factor, lane);
   } else {
     load_state(state, static_cast<cutlass::bfloat16_t const*>(from.rows), 0, factor, lane);
@@ -135,6 +138,7 @@ __device__ __forceinline__ void load_initial_state(StateRows& state, Segmented<B
 // Nothing where no final state is wanted.
 __device__ __forceinline__ void store_state(StateRows const& state, StateAddress const& to, float factor, int lane) {
   if (to.rows == nullptr) return;
+  __builtin_assume(__isGlobal(to.rows));
   if (to.is_fp32) {
     store_state(state, static_cast<float*>(to.rows), 0, factor, lane);
   } else {

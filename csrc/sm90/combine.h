@@ -101,7 +101,6 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(__grid_cons
     }
     cp_async_fence();  // a group a step, if an empty one
   };
-  for (int step = 0; step < kCombineStages - 1; ++step) fetch(step);
 
   TiledMMA product = make_tiled_mma(UpdateAtom{});
   product.accumulate_ = GMMA::ScaleOut::One;
@@ -109,9 +108,13 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(__grid_cons
   StateRows& sum_rows = reinterpret_cast<StateRows&>(sum(0));
   StateRows next;
   StateOperand state;
+  // The first step's operands before those of later ones.
   after(kGroupSegments - 1).load(next, row, 1.f, lane);
+  fetch(0);
   state.set(next);
   if (steps > 0) after(first).load(next, row, 1.f, lane);
+#pragma unroll
+  for (int step = 1; step < kCombineStages - 1; ++step) fetch(step);
 
   auto const count_stored = [&] {
     if (!is_first) return;
