@@ -16,8 +16,9 @@ int64_t mean_tokens(CallShape const& s) { return s.is_packed ? ceil_div(s.tokens
 // and of its forward pass, where every SM has one; a step of the combination; starts and ends.
 constexpr double kTransitionChunk = 0.59, kForwardChunk = 0.9, kCombineStep = 1.8;
 constexpr double kTransitionStart = 12, kCombineStart = 5, kForwardStart = 3;
-// What the forward pass waits longer where it needs SMs that the combination was on.
-constexpr double kForwardDelay = 6;
+// What the forward pass waits longer where it needs SMs that the combination was on, and what it costs that not every
+// cluster, or every segment, finds its SMs at once.
+constexpr double kForwardDelay = 6, kTransitionRound = 12, kForwardRound = 4;
 // A chunk of a pair that two CTAs share, and of one that has an SM to itself; start and end.
 constexpr double kSplitChunk = 0.63, kWholeChunk = 0.88, kPairStart = 5;
 
@@ -45,9 +46,11 @@ SegmentPlan best_plan(CallShape const& s, int multiprocessors) {
     int64_t const segments = ceil_div(mean, tokens), chunks = tokens / kChunk;
     // Groups of two segments, a cluster of two CTAs each; every segment but the last of a sequence.
     int64_t const groups = segments / 2, rounds = ceil_div(2 * groups * pairs, multiprocessors);
-    plan.time = kTransitionStart + rounds * std::min<int64_t>(2, segments - 1) * chunks * kTransitionChunk;
+    int64_t const forward_rounds = ceil_div(plan.slots * s.heads, multiprocessors);
+    plan.time = kTransitionStart + (rounds - 1) * kTransitionRound;
+    plan.time += rounds * std::min<int64_t>(2, segments - 1) * chunks * kTransitionChunk;
     if (groups > 1) plan.time += kCombineStart + (groups - 1) * kCombineStep;
-    plan.time += kForwardStart + ceil_div(plan.slots * s.heads, multiprocessors) * chunks * kForwardChunk;
+    plan.time += kForwardStart + (forward_rounds - 1) * kForwardRound + forward_rounds * chunks * kForwardChunk;
     if (plan.slots * s.heads + 4 * pairs > multiprocessors) plan.time += kForwardDelay;
     if (best.tokens == 0 || plan.time < best.time) best = plan;
   }

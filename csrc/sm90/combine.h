@@ -108,13 +108,14 @@ __global__ void __launch_bounds__(kCombineThreads, 1) combine_kernel(__grid_cons
   StateRows& sum_rows = reinterpret_cast<StateRows&>(sum(0));
   StateRows next;
   StateOperand state;
-  // The first step's operands before those of later ones.
-  after(kGroupSegments - 1).load(next, row, 1.f, lane);
+  // All on their way before any is waited for, the first step's first.
   fetch(0);
-  state.set(next);
+  StateRows start;
+  after(kGroupSegments - 1).load(start, row, 1.f, lane);
   if (steps > 0) after(first).load(next, row, 1.f, lane);
 #pragma unroll
   for (int step = 1; step < kCombineStages - 1; ++step) fetch(step);
+  state.set(start);
 
   auto const count_stored = [&] {
     if (!is_first) return;

@@ -43,7 +43,7 @@ template <class Config, class Params, class Release>
 __device__ __forceinline__ void transit(Params const& p, SharedStorage<Config>& shared, WorkItem const& item,
                                         SegmentGroup const& group, int warp, int lane, Release const& release) {
   using namespace cute;
-  TiledMMA contract = make_tiled_mma(SquareAtom{});  // N = 16, and A S^T's B operand lies like a square's: K-major
+  TiledMMA contract = make_tiled_mma(SquareAtom{});  // 16 tokens; W's rows are K-major, as A's are
   TiledMMA update = make_tiled_mma(UpdateAtom{});
 
   bool const has_values = item.has_values(), has_transition = !group.starts_sequence();
