@@ -155,10 +155,13 @@ def fwd(
     product), never earlier chunks.
 
     CUDA tensors: asynchronous on torch's current stream of their device, without host synchronisation, safe to capture
-    in a CUDA graph. FLASH_KDA_SCHEDULE = auto | portable | sm90 picks the kernels: sm90 runs on compute capability 9.0,
-    portable everywhere, auto is sm90 where that runs. What TMA cannot address (no tokens, a stride of 0) sm90 leaves to
-    portable. Their results agree to the bit. For decoding, which is a call with `state_indices` and at most 16 tokens a
-    batch row, or 4 a packed sequence on average, auto takes a kernel that works token by token in fp32.
+    in a CUDA graph. FLASH_KDA_SCHEDULE = auto | pairs | portable | sm90 | segments picks the kernels: sm90 and segments
+    run on compute capability 9.0, portable everywhere. What TMA cannot address (no tokens, a stride of 0) they leave to
+    portable. portable and sm90 agree to the bit; segments, which cuts sequences (segments:TOKENS: into pieces of that
+    many), agrees with them within their errors, and takes a workspace from PyTorch's allocator. auto takes segments for
+    few heads and long sequences, else sm90 where that runs; pairs is auto without segments, so that a sequence's bits do
+    not depend on the batch. For decoding, which is a call with `state_indices` and at most 16 tokens a batch row, or 4 a
+    packed sequence on average, both take a kernel that works token by token in fp32.
     CPU tensors: chunked PyTorch, fp32 inside, whatever the schedule.
     Under torch.compile the call is the custom operator `torch.ops.flash_kda.fwd`, which mutates its outputs.
 

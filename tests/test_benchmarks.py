@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from inputs import GATE_KINDS, make_inputs
+from source_digest import tree_digest
 
 import flash_kda
 
@@ -214,6 +215,7 @@ def fake_record():
         "fla": "0.6.0",
     }
     return {
+        "csrc": tree_digest(ROOT / "csrc"),
         "environment": environment | {"date": "2026-11-30T12:00:00+00:00"},
         "steps": {"tests": "ok"},
         "tests": {"passed": 7, "failed": 0, "skipped": 1, "unpassed": []},
@@ -250,6 +252,11 @@ class TestReadme:
         assert "- not passed: compute-sanitizer memcheck: exit status 9: 2 errors" in filled
         assert "From the record, NVIDIA H200, 2026-11-30, copy bandwidth 4.28 TB/s:" in filled
         assert record_readme.fill(filled, fake_record()) == filled
+
+    def test_a_record_of_other_sources_says_so(self):
+        text = "of older kernel sources than these"
+        assert text not in record_readme.fill(TEXT, fake_record())
+        assert text in record_readme.fill(TEXT, fake_record() | {"csrc": {"total": "0", "files": {}}})
 
     def test_a_record_without_a_benchmark_takes_the_results_and_says_so(self):
         filled = record_readme.fill(TEXT, fake_record() | {"benchmark": {}})

@@ -10,7 +10,7 @@ import source_digest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from open_problems import OPEN_PROBLEMS
+from open_problems import OPEN_PROBLEMS, UNRECORDED
 from source_digest import canonical, changes, tree_digest
 
 AGAIN = "run `bash tests/gpu.sh` on a machine with a GPU"
@@ -26,9 +26,17 @@ def record():
 
 class TestRecord:
     def test_was_made_of_these_sources(self, record):
-        differences = changes(record["csrc"], tree_digest(gpu_record.ROOT / "csrc"))
+        sources = tree_digest(gpu_record.ROOT / "csrc")
+        differences = changes(record["csrc"], sources)
+        if differences and sources["total"] in UNRECORDED:
+            pytest.xfail(f"csrc {sources['total'][:12]} has no GPU record: {UNRECORDED[sources['total']]}")
         assert not differences, f"csrc differs from what the GPU record was made of ({'; '.join(differences)}): {AGAIN}"
-        assert record["csrc"]["total"] == tree_digest(gpu_record.ROOT / "csrc")["total"]
+        assert record["csrc"]["total"] == sources["total"]
+
+    def test_only_these_sources_may_go_unrecorded(self, record):
+        sources = tree_digest(gpu_record.ROOT / "csrc")["total"]
+        allowed = set() if record["csrc"]["total"] == sources else {sources}
+        assert set(UNRECORDED) <= allowed, "remove this from tests/open_problems.py: there is a record, or csrc changed"
 
     def test_everything_passed(self, record):
         assert record["format"] == gpu_record.FORMAT, f"the record has another format: {AGAIN}"
