@@ -159,9 +159,9 @@ def fwd(
     run on compute capability 9.0, portable everywhere. What TMA cannot address (no tokens, a stride of 0) they leave to
     portable. portable and sm90 agree to the bit; segments, which cuts sequences (segments:TOKENS: into pieces of that
     many), agrees with them within their errors, and takes a workspace from PyTorch's allocator. auto takes segments for
-    few heads and long sequences, else sm90 where that runs; pairs is auto without segments, so that a sequence's bits do
-    not depend on the batch. For decoding, which is a call with `state_indices` and at most 16 tokens a batch row, or 4 a
-    packed sequence on average, both take a kernel that works token by token in fp32.
+    few heads and long sequences, else sm90 where that runs; pairs is auto without segments, so that a sequence's bits
+    do not depend on the batch. For decoding, which is a call with `state_indices` and at most 16 tokens a batch row, or
+    4 a packed sequence on average, both take a kernel that works token by token in fp32.
     CPU tensors: chunked PyTorch, fp32 inside, whatever the schedule.
     Under torch.compile the call is the custom operator `torch.ops.flash_kda.fwd`, which mutates its outputs.
 

@@ -17,8 +17,9 @@ output=$FLASH_KDA_TEST_OUTPUT
 rm -rf "$output"
 mkdir -p "$output"
 steps=()
-# Whatever ends this script on a GPU machine, a failed build too, leaves a record.
+# Whatever ends this script on a GPU machine, a failed build or a time limit too, leaves a record.
 trap write_record EXIT
+trap 'exit 143' TERM
 
 write_record() {
     local status=$?
