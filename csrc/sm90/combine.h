@@ -2,7 +2,7 @@
 //   S = S_before_the_group P + R
 // Value rows do not mix: a warpgroup carries 64 of them, S as the register operand of wgmma. S and P both go as two
 // bf16 parts, their sum is fp32: what is left out, the product of the low parts and what two parts cannot hold, is
-// below 2^-16 of the product.
+// below 2^-15 of the product.
 #pragma once
 
 #include <cooperative_groups.h>
