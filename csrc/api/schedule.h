@@ -10,9 +10,8 @@
 
 namespace flash_kda {
 
-// - kAuto: the SM90 kernels where they can serve the call, and for decoding from a state pool a kernel of its own.
-// Pairs
-//   or segments, whichever the cost model (segments.h) says is faster.
+// - kAuto: the SM90 kernels where they can serve the call, for pairs or for segments, whichever the cost model
+//   (segments.h) says is faster; and for decoding from a state pool a kernel of its own.
 // - kPairs: the same, but never segments, so that a sequence's bits do not depend on what else is in the batch.
 // - kPortable: the portable kernel.
 // - kSm90: the SM90 kernels for pairs. kSegments: those for segments.

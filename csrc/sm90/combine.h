@@ -26,9 +26,10 @@ struct CombineStorage {
   // group of copies is, and everybody's behind a block barrier. A stage is filled again behind the barrier after its
   // last use.
   Transition transition[kCombineStages];
-  // In the second CTA: how often a warp of the first has stored its rows of a group's last state. Warps of a block are
-  // at most one step apart, so that four times n says that all four have stored n. A count, since the first CTA does
-  // not wait for the second.
+  // In the second CTA: how often a warp of the first has stored its rows of a group's last state. Four times n says
+  // that all four warps have stored n times: some warp has then counted for the n-th time, which it does behind a block
+  // barrier that every warp passes after it has stored n times; but for the last step, whose n makes the largest sum
+  // that there is. A count, since the first CTA does not wait for the second.
   int stored;
 };
 

@@ -27,8 +27,9 @@ __device__ __forceinline__ void clear_rows(Stage<kPass>& stage, int valid, int l
 }
 
 // While a warp works on a chunk it has its next one loaded: from half-way on if the stage for it is free by then, else
-// when it is through with this one. hand_over(stage) is called when a stage's factors are there, and visible to the
-// async proxy.
+// when it is through with this one. (Where a warp has the same stage for all its chunks, as in kStacked, always then:
+// the other warps' chunks hide the load.) hand_over(stage) is called when a stage's factors are there, and visible to
+// the async proxy.
 template <class Config, class Params, class Jobs, class HandOver>
 __device__ __forceinline__ void prepare(Params const& p, TensorMaps const& maps, SharedStorage<Config>& shared,
                                         Jobs jobs, int warp, int lane, HandOver const& hand_over) {
