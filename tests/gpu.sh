@@ -2,6 +2,10 @@
 # On a GPU machine: sets up and builds, runs the GPU tests, the fuzzer, compute-sanitizer and the benchmark, and writes
 # tests/gpu_record.json. Exit status 1, and a record that says so, if anything fails. Logs, plots and raw results:
 # tests/output.
+#
+#     bash tests/gpu.sh [checks | times]
+#
+# `checks` leaves out the benchmarks, `times` goes on from there: two runs where one would be too long.
 set -uo pipefail
 SANITIZER_TOOLS="memcheck racecheck initcheck synccheck"
 SANITIZER_SECONDS=170
@@ -14,7 +18,12 @@ BENCHMARK_SECONDS=120
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 export FLASH_KDA_TEST_OUTPUT=$ROOT/tests/output
 output=$FLASH_KDA_TEST_OUTPUT
-rm -rf "$output"
+part=${1:-all}
+case "$part" in
+all | checks | times) ;;
+*) echo "gpu.sh: expected checks, times or nothing, got $part" >&2 && exit 2 ;;
+esac
+if [ "$part" != times ]; then rm -rf "$output"; fi
 mkdir -p "$output"
 steps=()
 # Whatever ends this script on a GPU machine, a failed build or a time limit too, leaves a record.
@@ -39,7 +48,18 @@ run_step() {
     "$@" 2>&1 | tee "$output/$name.log"
     status=${PIPESTATUS[0]}
     echo "$name: exit status $status, $((SECONDS - started)) s"
-    if [ "$status" = 0 ]; then steps+=("$name=ok"); else steps+=("$name=exit status $status"); fi
+    if [ "$status" = 0 ]; then note_step "$name=ok"; else note_step "$name=exit status $status"; fi
+}
+
+# In memory, and in a file for a second run.
+note_step() {
+    steps+=("$1")
+    echo "$1" >>"$output/steps"
+}
+
+digest_of_sources() {
+    "$PYTHON" -c 'from benchmarks.files import ROOT; from source_digest import tree_digest
+print(tree_digest(ROOT / "csrc")["total"])'
 }
 
 # Each schedule by itself: the reports of one do not fill the list of another.
@@ -95,25 +115,45 @@ show() {
     return "$(cat "$output/$1.exit")"
 }
 
+run_checks() {
+    note_step "set-up and build=ok"
+    digest_of_sources >"$output/digest"
+    # Beside the tests, whose time does not matter: the sanitizers, most of whose time is PyTorch starting under them,
+    # the fuzzer, the tests that wait for FLA's tuning, and those that build another binary.
+    schedules=$("$PYTHON" tests/sanitizer_grid.py --list)
+    for tool in $SANITIZER_TOOLS; do
+        for schedule in $schedules; do run_sanitizer "$tool" "$schedule" & done
+    done
+    start_step fla run_tests fla tests/test_fla.py
+    start_step failures run_tests failures tests/test_failures.py
+    start_step fuzz run_fuzz
+    run_step tests run_tests tests tests --ignore=tests/test_fla.py --ignore=tests/test_failures.py
+    for name in failures fuzz fla; do end_step "$name"; done
+    wait
+}
+
+run_times() {
+    run_step benchmark "$PYTHON" -m benchmarks.run --seconds "$BENCHMARK_SECONDS" --json "$output/benchmark.json"
+    run_step features "$PYTHON" -m benchmarks.features --json "$output/features.json"
+    # A guard against regressions: the landed results of this device, where there are any. Single runs of a case spread
+    # by up to 12 %, so that is not what it may trip on.
+    landed=$("$PYTHON" -c 'import torch
+from benchmarks.files import landed
+print(landed(torch.cuda.get_device_name()))')
+    if [ -f "$landed" ]; then
+        run_step compare "$PYTHON" -m benchmarks.compare --threshold 1.15 "$landed" "$output/benchmark.json"
+    fi
+}
+
 setup_env gpu
-steps+=("set-up and build=ok")
-# Beside the tests, whose time does not matter: the sanitizers, most of whose time is PyTorch starting under them, the
-# fuzzer, the tests that wait for FLA's tuning, and those that build another binary.
-schedules=$("$PYTHON" tests/sanitizer_grid.py --list)
-for tool in $SANITIZER_TOOLS; do
-    for schedule in $schedules; do run_sanitizer "$tool" "$schedule" & done
-done
-start_step fla run_tests fla tests/test_fla.py
-start_step failures run_tests failures tests/test_failures.py
-start_step fuzz run_fuzz
-run_step tests run_tests tests tests --ignore=tests/test_fla.py --ignore=tests/test_failures.py
-for name in failures fuzz fla; do end_step "$name"; done
-wait
-run_step benchmark "$PYTHON" -m benchmarks.run --seconds "$BENCHMARK_SECONDS" --json "$output/benchmark.json"
-run_step features "$PYTHON" -m benchmarks.features --json "$output/features.json"
-# A guard against regressions: the landed results of this device, where there are any. Single runs of a case spread by
-# up to 12 %, so that is not what it may trip on.
-landed=$("$PYTHON" -c 'import torch; from benchmarks.files import landed; print(landed(torch.cuda.get_device_name()))')
-if [ -f "$landed" ]; then
-    run_step compare "$PYTHON" -m benchmarks.compare --threshold 1.15 "$landed" "$output/benchmark.json"
+if [ "$part" = times ]; then
+    if [ "$(cat "$output/digest" 2>/dev/null)" != "$(digest_of_sources)" ]; then
+        echo "gpu.sh: no checks of these sources in $output: run 'bash tests/gpu.sh checks' first" >&2
+        trap - EXIT
+        exit 2
+    fi
+    mapfile -t steps <"$output/steps"
+else
+    run_checks
 fi
+if [ "$part" != checks ]; then run_times; fi

@@ -153,6 +153,29 @@ esac
 """
 
 
+@pytest.fixture
+def gpu_script(tmp_path):
+    """tests/gpu.sh with stand-ins for the set-up, Python and compute-sanitizer: gpu_script(FAIL, argument...)."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "results" / "nvidia-h200.json").touch()
+    (tmp_path / "tests" / "gpu.sh").write_text((ROOT / "tests" / "gpu.sh").read_text())
+    (tmp_path / "tests" / "setup_env.sh").write_text(
+        f"ROOT={tmp_path}\nsetup_env() {{ cd {tmp_path}; PYTHON={tmp_path}/bin/python; }}\n"
+    )
+    sanitizer = '#!/bin/sh\nshift 4\nexec "$@"\n'
+    for name, text in (("python", FAKE_PYTHON), ("compute-sanitizer", sanitizer)):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
+
+    def start(fail, *arguments):
+        return run(tmp_path / "tests" / "gpu.sh", *arguments, cwd=tmp_path, **environment, FAIL=fail)
+
+    return start
+
+
 @pytest.mark.parametrize(
     ("fail", "step"),
     [
@@ -166,23 +189,8 @@ esac
         ("benchmarks.compare", "compare"),
     ],
 )
-def test_gpu_script_runs_every_step_and_records_how_it_ended(tmp_path, fail, step):
-    """tests/gpu.sh with stand-ins for the set-up, Python and compute-sanitizer."""
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
-    (tmp_path / "benchmarks" / "results" / "nvidia-h200.json").touch()
-    (tmp_path / "tests" / "gpu.sh").write_text((ROOT / "tests" / "gpu.sh").read_text())
-    (tmp_path / "tests" / "setup_env.sh").write_text(
-        f"ROOT={tmp_path}\nsetup_env() {{ cd {tmp_path}; PYTHON={tmp_path}/bin/python; }}\n"
-    )
-    sanitizer = '#!/bin/sh\nshift 4\nexec "$@"\n'
-    for name, text in (("python", FAKE_PYTHON), ("compute-sanitizer", sanitizer)):
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "FAIL": fail}
-
-    result = run(tmp_path / "tests" / "gpu.sh", cwd=tmp_path, **environment)
+def test_gpu_script_runs_every_step_and_records_how_it_ended(gpu_script, tmp_path, fail, step):
+    result = gpu_script(fail)
     assert result.returncode == 0, result.stdout + result.stderr
     *_, record = (tmp_path / "calls").read_text().splitlines()
     assert record.startswith("tests/gpu_record.py") and result.stdout.count("fla tests") == 1
@@ -202,3 +210,39 @@ def test_gpu_script_runs_every_step_and_records_how_it_ended(tmp_path, fail, ste
     }
     for option in ("--junit", "--benchmark", "--features", "--fuzz", "--sanitizer"):
         assert f"{option} {tmp_path}/tests/output" in record
+
+
+def test_gpu_script_in_two_halves_records_both(gpu_script, tmp_path):
+    def steps_of_record():
+        *_, record = (tmp_path / "calls").read_text().splitlines()
+        assert record.startswith("tests/gpu_record.py")
+        return re.findall(r"--step=(.+?)=(?:ok|exit status \d+)", record)
+
+    checks = ["set-up and build", "tests", "failures", "fuzz", "fla"]
+    assert gpu_script("fla.xml -o", "checks").returncode == 0 and steps_of_record() == checks
+    result = gpu_script("nothing", "times")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert steps_of_record() == [*checks, "benchmark", "features", "compare"]
+    *_, record = (tmp_path / "calls").read_text().splitlines()
+    assert "--step=fla=exit status 3" in record and "--step=compare=ok" in record
+    assert (tmp_path / "calls").read_text().count("sanitizer_grid.py --list") == 1
+
+
+@pytest.mark.parametrize("digest", [None, "of other sources"])
+def test_gpu_script_needs_checks_of_these_sources(gpu_script, tmp_path, digest):
+    assert gpu_script("nothing", "checks").returncode == 0
+    path = tmp_path / "tests" / "output" / "digest"
+    if digest is None:
+        path.unlink()
+    else:
+        path.write_text(digest)
+    (tmp_path / "calls").unlink()
+    result = gpu_script("nothing", "times")
+    assert result.returncode == 2 and "no checks of these sources" in result.stderr
+    assert "gpu_record.py" not in (tmp_path / "calls").read_text()
+
+
+def test_gpu_script_knows_its_arguments(gpu_script, tmp_path):
+    result = gpu_script("nothing", "all of it")
+    assert result.returncode == 2 and "expected checks, times or nothing, got all of it" in result.stderr
+    assert not (tmp_path / "calls").exists()
