@@ -216,7 +216,10 @@ void fwd_general(uint64_t state_indices, bool state_indices_are_int32, int64_t s
 // Bytes that a call of this form needs for its schedule: num_heads counts the heads of v.
 int64_t needed_workspace(int64_t num_tokens, int64_t num_heads, int64_t num_sequences, bool is_packed, int device,
                          std::string const& schedule) {
-  return workspace_bytes({num_tokens, num_sequences, num_heads, is_packed}, schedule_of_name(schedule), device);
+  int64_t bytes = 0;
+  check(find_workspace(bytes, {num_tokens, num_sequences, num_heads, is_packed}, schedule_of_name(schedule), device),
+        "asking for the device's properties");
+  return bytes;
 }
 
 }  // namespace

@@ -170,7 +170,9 @@ cudaError_t launch(Params const& p, Schedule schedule, int device, cudaStream_t 
   if (is_free && is_decoding(p)) return launch_recurrent(p, launch);
   if (schedule.kind != Schedule::kPortable && has_sm90 && can_sm90(p)) {
     CallShape const shape = {p.num_tokens, p.num_sequences, p.num_heads, p.cu_seqlens != nullptr};
-    SegmentPlan plan = plan_segments(shape, schedule, d);
+    // Without a workspace, kAuto has been found to take pairs (find_workspace).
+    bool const has_none = schedule.kind == Schedule::kAuto && workspace.data == nullptr;
+    SegmentPlan plan = has_none ? SegmentPlan{} : plan_segments(shape, schedule, d);
     if (plan.tokens > 0 && (workspace.data == nullptr || workspace.bytes < bytes_of(plan, shape))) {
       if (schedule.kind == Schedule::kSegments) return cudaErrorInvalidValue;
       plan = {};
@@ -211,10 +213,11 @@ Schedule schedule_of_name(std::string const& name) {
       name);
 }
 
-int64_t workspace_bytes(CallShape const& shape, Schedule schedule, int device) {
+cudaError_t find_workspace(int64_t& bytes, CallShape const& shape, Schedule schedule, int device) {
   Device d;
-  if (find_device(d, device) != cudaSuccess) return 0;  // the launch will say what is wrong
-  return bytes_of(plan_segments(shape, schedule, d), shape);
+  cudaError_t const status = find_device(d, device);
+  if (status == cudaSuccess) bytes = bytes_of(plan_segments(shape, schedule, d), shape);
+  return status;
 }
 
 cudaError_t launch_fwd(FwdParams const& p, Schedule schedule, int device, cudaStream_t stream, Workspace workspace) {

@@ -28,7 +28,7 @@ struct Schedule {
 Schedule schedule_of_name(std::string const& name);
 
 // Device memory that launch_fwd needs besides the call's own, for as long as its kernels run. 0: none.
-int64_t workspace_bytes(CallShape const& shape, Schedule schedule, int device);
+cudaError_t find_workspace(int64_t& bytes, CallShape const& shape, Schedule schedule, int device);
 
 // Bytes aligned to 256. Without enough of them kAuto takes pairs, and kSegments fails with cudaErrorInvalidValue.
 struct Workspace {

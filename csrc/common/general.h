@@ -185,19 +185,26 @@ __device__ __forceinline__ void exact_factors(Params const& p, Stage<kPass>& sta
     float l_row = 0.f, m_row = 0.f;  // lane j's is column j
     if (i < valid) {
       float const row = __fmul_rn(scratch.beta[i], key_norms.data[i]);
-      float4 const q_i = times(raw_channels(q, p.q.token_stride, i), scratch.query_norm[i]);
+      float4 q_i = {0.f, 0.f, 0.f, 0.f};
+      if constexpr (kPass == Pass::kForward) {
+        q_i = times(raw_channels(q, p.q.token_stride, i), scratch.query_norm[i]);
+      }
       float4 between = {0.f, 0.f, 0.f, 0.f};  // the decay from token j to token i
 #pragma unroll 1
       for (int j = i; j >= 0; --j) {
         float4 const k_j = times(raw_channels(k, p.k.token_stride, j), exp2_approx(between));
-        float const l = warp_sum(dot(k_i, k_j)), m = warp_sum(dot(q_i, k_j));
-        if (lane == j) l_row = __fmul_rn(__fmul_rn(row, l), key_norms.data[j]), m_row = m;
+        float const l = warp_sum(dot(k_i, k_j));
+        if (lane == j) l_row = __fmul_rn(__fmul_rn(row, l), key_norms.data[j]);
+        if constexpr (kPass == Pass::kForward) {
+          float const m = warp_sum(dot(q_i, k_j));
+          if (lane == j) m_row = m;
+        }
         between = plus(between, decay_of(j));
       }
     }
     if (lane < kChunk) {
       *stage.l().at(i, lane) = lane < i ? l_row : 0.f;
-      *stage.m.at(i, lane) = bf16(m_row);
+      if constexpr (kPass == Pass::kForward) *stage.m.at(i, lane) = bf16(m_row);
     }
   }
 

@@ -179,6 +179,7 @@ template <class Base>
 __device__ __forceinline__ void store_checkpoint(Segmented<Base> const& p, StateRows const& state, int64_t slot,
                                                  int head, int value, int tokens, int, int lane) {
   if constexpr (kIsUnbounded<Base>) {
+    if (p.checkpoints.data == nullptr) return;  // before the search, which every chunk would wait for
     Segment const segment = find_segment(p, int(slot));
     if (tokens == 0 && !segment.is_first()) return;
     store_checkpoint(static_cast<Base const&>(p), state, segment.sequence_index, head, value, segment.offset() + tokens,
