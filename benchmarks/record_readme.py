@@ -40,6 +40,13 @@ def error(x):
     return f"{x:.2e}".replace("e-0", "e-")
 
 
+def of_other_sources(record):
+    """A line that says so, if the record is not of the sources that are here."""
+    if record["csrc"]["total"] == tree_digest(ROOT / "csrc")["total"]:
+        return []
+    return ["- of older kernel sources than these, which have no record yet: `tests/open_problems.py` says why"]
+
+
 def environment(record):
     env, tests = record["environment"], record["tests"]
     text = (
@@ -48,9 +55,7 @@ def environment(record):
         f"{tests['passed']} GPU tests passed, {tests['failed']} failed, {tests['skipped']} skipped."
     )
     lines = [textwrap.fill(text, 120)]
-    if record["csrc"]["total"] != tree_digest(ROOT / "csrc")["total"]:
-        text = "- of older kernel sources than these, which have no record yet: `tests/open_problems.py` says why"
-        lines.append(textwrap.fill(text, 120, subsequent_indent="  "))
+    lines += of_other_sources(record)
     lines += [textwrap.fill(f"- not passed: {problem}", 120, subsequent_indent="  ") for problem in problems(record)]
     return "\n".join(lines)
 
@@ -157,6 +162,7 @@ def checks(record):
         lines = [f"- fuzzer: {fuzz['cases']} cases of seed {fuzz['seed']} ({ran}), {len(fuzz['failures'])} failed"]
         lines.append(f"- their root mean square errors: {errors}")
     lines += [f"- compute-sanitizer {tool}: {x['status']}" for tool, x in sorted(record["sanitizer"].items())]
+    lines += of_other_sources(record)
     return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 
 

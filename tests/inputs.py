@@ -64,6 +64,20 @@ def make_inputs(kind, B, T, H, device, seed=0, state_dtype=None, N=None):
     }
 
 
+def packed_inputs(lengths, H, kind="long", seed=0, state_dtype=torch.float32, device="cuda"):
+    """(inputs, cu_seqlens) of sequences of these lengths in one packed batch; the rest as in `make_inputs`."""
+    inputs = make_inputs(kind, 1, sum(lengths), H, device, seed, state_dtype, N=len(lengths))
+    return inputs, cu_seqlens_of(lengths, device)
+
+
+def cut(inputs, start, end, sequence=None):
+    """The tokens [start, end), as contiguous tensors, with initial_state row `sequence` if that is given."""
+    alone = inputs | {name: inputs[name][:, start:end].clone() for name in TOKEN_INPUTS}
+    if sequence is not None and inputs["initial_state"] is not None:
+        alone["initial_state"] = inputs["initial_state"][sequence : sequence + 1].clone()
+    return alone
+
+
 def relative_error(x, ref):
     """||x - ref|| / ||ref|| in fp64; 0 where both are all zero, inf where x has a NaN or an Inf that ref has not."""
     x, ref = x.double(), ref.double()

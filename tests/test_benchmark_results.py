@@ -352,9 +352,9 @@ class TestReport:
 
 
 def test_gpu_script_compares_with_the_landed_results_of_its_device(tmp_path):
-    """The end of tests/gpu.sh, with a device that has landed results, and one that has none."""
+    """The last step of tests/gpu.sh, with a device that has landed results, and one that has none."""
     script = (ROOT / "tests" / "gpu.sh").read_text()
-    tail = script[script.index("landed=$(") :]
+    tail = script[script.index("landed=$(") : script.index("}\n\nsetup_env gpu\n")]
     (tmp_path / "torch.py").write_text(
         "import os\nclass cuda:\n    get_device_name = staticmethod(lambda: os.environ['DEVICE'])\n"
     )

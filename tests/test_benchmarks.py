@@ -256,7 +256,9 @@ class TestReadme:
     def test_a_record_of_other_sources_says_so(self):
         text = "of older kernel sources than these"
         assert text not in record_readme.fill(TEXT, fake_record())
-        assert text in record_readme.fill(TEXT, fake_record() | {"csrc": {"total": "0", "files": {}}})
+        other = fake_record() | {"csrc": {"total": "0", "files": {}}, "sanitizer": {}}
+        assert text in record_readme.fill(TEXT, other)
+        assert text in record_readme.checks(other) and text not in record_readme.checks(fake_record())
 
     def test_a_record_without_a_benchmark_takes_the_results_and_says_so(self):
         filled = record_readme.fill(TEXT, fake_record() | {"benchmark": {}})

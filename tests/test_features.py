@@ -11,7 +11,7 @@ import schedules
 import torch
 from accuracy import BOUNDS
 from guarded import Guarded, assert_same_bits
-from inputs import HEAD_DIM, TOKEN_INPUTS, cu_seqlens_of, make_inputs, relative_error
+from inputs import HEAD_DIM, TOKEN_INPUTS, cu_seqlens_of, make_inputs, packed_inputs, relative_error
 
 import flash_kda
 from flash_kda.recurrence import natural_log_decay, recurrence
@@ -21,8 +21,7 @@ LENGTHS = [70, 0, 130, 1, 64, 200]
 
 
 def packed(device, lengths=LENGTHS, H=2, kind="long", seed=0, dtype=torch.float32):
-    x = make_inputs(kind, 1, sum(lengths), H, device, seed, dtype, N=len(lengths))
-    return x, cu_seqlens_of(lengths, device)
+    return packed_inputs(lengths, H, kind, seed, dtype, device)
 
 
 def fwd(x, cu_seqlens=None, final_dtype=torch.float32, **options):

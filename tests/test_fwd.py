@@ -6,7 +6,7 @@ import pytest
 import schedules
 import torch
 from guarded import Guarded, assert_same_bits
-from inputs import GATE_KINDS, HEAD_DIM, TOKEN_INPUTS, cu_seqlens_of, make_inputs
+from inputs import GATE_KINDS, HEAD_DIM, TOKEN_INPUTS, cu_seqlens_of, cut, make_inputs, packed_inputs
 
 import flash_kda
 
@@ -89,19 +89,6 @@ def check_against_reference(monkeypatch):
                 assert_same_bits(final_state, expected_state, f"final_state of schedule {name}")
 
     return check
-
-
-def cut(inputs, start, end, sequence=None):
-    """The tokens [start, end) of a packed batch, as contiguous tensors, with initial_state row `sequence`."""
-    alone = inputs | {name: inputs[name][:, start:end].clone() for name in TOKEN_INPUTS}
-    if sequence is not None and inputs["initial_state"] is not None:
-        alone["initial_state"] = inputs["initial_state"][sequence : sequence + 1].clone()
-    return alone
-
-
-def packed_inputs(lengths, H, kind="long", seed=0, state_dtype=torch.float32):
-    inputs = make_inputs(kind, 1, sum(lengths), H, "cuda", seed, state_dtype, N=len(lengths))
-    return inputs, cu_seqlens_of(lengths, "cuda")
 
 
 class TestAgainstReference:

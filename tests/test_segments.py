@@ -14,7 +14,7 @@ import schedules
 import torch
 from accuracy import BOUNDS, reference
 from guarded import Guarded, assert_same_bits
-from inputs import GATE_KINDS, HEAD_DIM, TOKEN_INPUTS, cu_seqlens_of, make_inputs, relative_error
+from inputs import GATE_KINDS, HEAD_DIM, TOKEN_INPUTS, cu_seqlens_of, cut, make_inputs, packed_inputs, relative_error
 
 import flash_kda
 from benchmarks.cases import CASES
@@ -92,19 +92,6 @@ def heads_of(x, heads):
     if x["initial_state"] is not None:
         part["initial_state"] = x["initial_state"][:, heads].contiguous()
     return part
-
-
-def tokens_of(x, start, end, sequence=None):
-    """The tokens [start, end), from the state of `sequence` if that is given."""
-    part = x | {name: x[name][:, start:end].contiguous() for name in TOKEN_INPUTS}
-    if sequence is not None and x["initial_state"] is not None:
-        part["initial_state"] = x["initial_state"][sequence : sequence + 1].clone()
-    return part
-
-
-def packed(lengths, H, kind="long", seed=0, dtype=torch.float32):
-    x = make_inputs(kind, 1, sum(lengths), H, "cuda", seed, dtype, N=len(lengths))
-    return x, cu_seqlens_of(lengths, "cuda")
 
 
 @cache
@@ -194,7 +181,7 @@ LENGTHS = [40000, 0, 1, 15, 16, 17, 1000, 0, 0, 63, 64, 65, 4097, 12288, 2, 0]
 @cache
 def mixed_lengths():
     """(inputs, cu_seqlens, results of the recurrence)"""
-    x, cu_seqlens = packed(LENGTHS, 3, seed=3)
+    x, cu_seqlens = packed_inputs(LENGTHS, 3, seed=3)
     return x, cu_seqlens, reference(x, cu_seqlens)
 
 
@@ -217,12 +204,12 @@ class TestPacked:
             elif end - start <= L:
                 assert_same(mine, (whole[0][:, start:end], whole[1][n : n + 1]), f"of sequence {n}, not cut")
             elif L:
-                assert_same(fwd(tokens_of(x, start, end, n)), mine, f"of sequence {n} alone")
+                assert_same(fwd(cut(x, start, end, n)), mine, f"of sequence {n} alone")
 
     @pytest.mark.parametrize("L", [16, 64, 80])
     def test_sequence_ends_around_segment_ends(self, use, L):
         lengths = [k * L + d for k in range(1, 7) for d in (-16, -15, -1, 0, 1, 15, 16)]
-        x, cu_seqlens = packed(lengths, 4, seed=4)
+        x, cu_seqlens = packed_inputs(lengths, 4, seed=4)
         expected = reference(x, cu_seqlens)
         use("sm90")
         whole = fwd(x, cu_seqlens)
@@ -232,7 +219,7 @@ class TestPacked:
         assert_close_to_whole(results, whole, expected)
         for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
             mine = results[0][:, start:end], results[1][n : n + 1]
-            assert_same(fwd(tokens_of(x, start, end, n)), mine, f"of sequence {n}, {end - start} tokens, alone")
+            assert_same(fwd(cut(x, start, end, n)), mine, f"of sequence {n}, {end - start} tokens, alone")
             # A wrong edge is off by all of a token. Few rows average little of a rounding, hence the bound.
             exact = expected[0][:, start:end], expected[1][n : n + 1]
             assert_accurate(mine, exact, (8e-3, 8e-3), f"of {end - start} tokens")
@@ -258,7 +245,7 @@ class TestPacked:
         for start, end in zip(starts, ends, strict=True):
             owners[start:end] += 1
         for n, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            alone_out, alone_state = fwd(tokens_of(x, start, end, n), cu_seqlens_of([end - start], "cuda"))
+            alone_out, alone_state = fwd(cut(x, start, end, n), cu_seqlens_of([end - start], "cuda"))
             sole = (owners[start:end] == 1).to("cuda")
             assert_same_bits(out[:, start:end][:, sole], alone_out[:, sole], f"out of sequence {n}")
             assert_same_bits(state[n : n + 1], alone_state, f"final_state of sequence {n}")
@@ -348,7 +335,7 @@ class Test65536Tokens:
     def test_strong_unbounded_decays(self, use):
         """The softplus gate, of which some rows decay beyond what a chunk's factors hold, over hundreds of groups."""
         x, _ = slow()
-        x = tokens_of(heads_of(x, slice(0, 2)), 0, 8192) | {"lower_bound": None}
+        x = cut(heads_of(x, slice(0, 2)), 0, 8192) | {"lower_bound": None}
         x["g"] = x["g"].float() * 4
         x["dt_bias"] = torch.linspace(-9, 12, 2 * HEAD_DIM, device="cuda").view(2, HEAD_DIM)
         expected = recurrence(**x)
@@ -405,7 +392,7 @@ class TestGeneral:
     def test_gates_and_activations(self, use, name, L):
         use(f"segments:{L}")
         changes, options = general_case(name)
-        x, cu_seqlens = packed(self.LENGTHS, 4, seed=11)
+        x, cu_seqlens = packed_inputs(self.LENGTHS, 4, seed=11)
         expected = recurrence(**x | changes, cu_seqlens=cu_seqlens, **options)
         assert_accurate(fwd(x | changes, cu_seqlens, **options), expected, BOUNDS["long"])
 
@@ -413,7 +400,7 @@ class TestGeneral:
     def test_bits_of_the_plain_call(self, use, L):
         """Where only a form differs: int32 cu_seqlens, fp32 g and beta, grouped heads, strides, absent parameters."""
         use(f"segments:{L}")
-        x, cu_seqlens = packed(self.LENGTHS, 4, seed=12)
+        x, cu_seqlens = packed_inputs(self.LENGTHS, 4, seed=12)
         x |= {name: x[name][:, :, :2].repeat_interleave(2, 2) for name in ("q", "k")}
         x["dt_bias"] = torch.zeros_like(x["dt_bias"])
         plain = fwd(x, cu_seqlens)
@@ -438,7 +425,7 @@ class TestGeneral:
     @pytest.mark.parametrize("in_place", [True, False])
     def test_state_pools(self, use, in_place, dtype, L):
         use(f"segments:{L}")
-        x, cu_seqlens = packed(self.LENGTHS, 4, seed=13, dtype=dtype)
+        x, cu_seqlens = packed_inputs(self.LENGTHS, 4, seed=13, state_dtype=dtype)
         rows = [6, 2, -1, 0, 99, 4]  # the third and the fifth have none
         named = [(n, row) for n, row in enumerate(rows) if 0 <= row < 8]
         pool = 0.1 * torch.randn(8, 4, HEAD_DIM, HEAD_DIM, device="cuda")
@@ -463,7 +450,7 @@ class TestGeneral:
     def test_checkpoints(self, use, at, dtype, L):
         """Every boundary, whether a segment ends there or not."""
         use(f"segments:{L}")
-        x, cu_seqlens = packed(self.LENGTHS, 4, seed=14)
+        x, cu_seqlens = packed_inputs(self.LENGTHS, 4, seed=14)
         options = {"checkpoint_interval": 64, "checkpoint_at": at}
         expected = recurrence(**x, cu_seqlens=cu_seqlens, **options)
         rows = len(expected[2])
@@ -483,7 +470,7 @@ class TestGeneral:
             assert_same_bits(checkpoints.tensor[place], results[1][4].to(dtype), "the checkpoint at a sequence's end")
 
     def test_everything_at_once(self, use):
-        x, cu_seqlens = packed(self.LENGTHS, 4, seed=15)
+        x, cu_seqlens = packed_inputs(self.LENGTHS, 4, seed=15)
         x |= {name: torch.nn.functional.normalize(x[name][:, :, :2].float(), dim=-1).bfloat16() for name in ("q", "k")}
         x |= {"lower_bound": None, "g": 2 * x["g"].float() + 3, "beta": x["beta"].float(), "A_log": None}
         switches = {"use_qk_l2norm_in_kernel": False, "allow_neg_eigval": True, "checkpoint_interval": 64}
@@ -526,7 +513,7 @@ class TestInvariants:
             changes = {name: torch.cat([x[name][:, :P], other[name][:, P:]], 1) for name in TOKEN_INPUTS}
             assert_same_bits(fwd(x | changes)[0][:, :P], out[:, :P], f"out[:{P}] before other tokens")
             if setting != "segments":
-                assert_same_bits(fwd(tokens_of(x, 0, P))[0], out[:, :P], f"out of the first {P} tokens alone")
+                assert_same_bits(fwd(cut(x, 0, P))[0], out[:, :P], f"out of the first {P} tokens alone")
 
     @pytest.mark.parametrize("name", [*TOKEN_INPUTS, "initial_state"])
     @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -534,7 +521,7 @@ class TestInvariants:
         """And in one of its tokens it reaches no chunk before."""
         use("segments:64")
         lengths = [300, 0, 65, 1000, 1, 128]
-        x, cu_seqlens = packed(lengths, 3, seed=18)
+        x, cu_seqlens = packed_inputs(lengths, 3, seed=18)
         out, state = fwd(x, cu_seqlens)
         bounds = cu_seqlens.tolist()
         for bad, offset in ((0, 299), (2, 0), (3, 0), (3, 127), (3, 640), (5, 64)):
@@ -557,7 +544,10 @@ class TestInvariants:
     def test_runs_give_the_same_bits_one_right_behind_the_other(self, use, setting):
         """Kernels of a call start before those in front of them have ended, those of the next call must not."""
         use(setting)
-        calls = [packed([1300, 17, 0, 547, 64, 1], 8, seed=19), packed([3, 926, 1000, 0, 0, 0], 8, "random", 20)]
+        calls = [
+            packed_inputs([1300, 17, 0, 547, 64, 1], 8, seed=19),
+            packed_inputs([3, 926, 1000, 0, 0, 0], 8, "random", 20),
+        ]
         expected = [fwd(*call) for call in calls]
         out, state = torch.empty_like(calls[0][0]["v"]), torch.empty_like(calls[0][0]["initial_state"])
         same = torch.ones((), dtype=torch.bool, device="cuda")
@@ -576,7 +566,7 @@ class TestInvariants:
         """PyTorch fills new memory with NaN where it is told to be deterministic."""
         use(setting)
         for call in (
-            packed([1000, 0, 130, 1, 64, 305], 4, seed=21),
+            packed_inputs([1000, 0, 130, 1, 64, 305], 4, seed=21),
             (make_inputs("long", 2, 999, 4, "cuda", 22), None),
         ):
             expected = fwd(*call)
@@ -591,7 +581,7 @@ class TestInvariants:
 
     def test_inputs_stay_as_they_were(self, use):
         use("segments:64")
-        x, cu_seqlens = packed([700, 0, 129], 4, seed=23)
+        x, cu_seqlens = packed_inputs([700, 0, 129], 4, seed=23)
         before = {name: y.clone() for name, y in x.items() if isinstance(y, torch.Tensor)}
         fwd(x, cu_seqlens)
         for name, y in before.items():
@@ -602,7 +592,7 @@ class TestInvariants:
     def test_a_cuda_graph_replays_with_new_contents_of_cu_seqlens(self, use, setting):
         use(setting)
         T, packings = 2000, ([700, 600, 700], [2000, 0, 0], [0, 1, 1999], [64, 64, 128], [900, 1000, 100])
-        static, cu_seqlens = packed(packings[0], 4, seed=24)
+        static, cu_seqlens = packed_inputs(packings[0], 4, seed=24)
         out, state = Guarded(static["v"].shape, torch.bfloat16), torch.empty_like(static["initial_state"])
         arguments = static | {"out": out.tensor, "final_state": state, "cu_seqlens": cu_seqlens}
         flash_kda.fwd(**arguments)
@@ -625,6 +615,10 @@ class TestInvariants:
             torch.cuda.synchronize()
             out.assert_guards_untouched()
             assert_same((out.tensor, state), (expected.tensor, expected_state), f"of {lengths}")
+
+
+def case_of(name):
+    return next(case for case in CASES if case.name == name)
 
 
 def case_inputs(case):
@@ -657,7 +651,7 @@ class TestWorkspace:
         use(f"segments:{L}")
         N, T, H = len(lengths), sum(lengths), 4
         if is_packed:
-            x, cu_seqlens = packed(lengths, H)
+            x, cu_seqlens = packed_inputs(lengths, H)
             slots = -(-T // L) if N == 1 else T // L + N
         else:
             x, cu_seqlens = make_inputs("long", N, T // N, H, "cuda", 0, torch.float32), None
@@ -672,46 +666,44 @@ class TestWorkspace:
     @pytest.mark.parametrize("setting", ["auto", "pairs", "sm90"])
     def test_many_heads_take_none(self, use, setting):
         use(setting)
-        case = next(case for case in CASES if case.name == "8192/96")
-        assert workspace_of_fwd(*case_inputs(case)) == 0
+        assert workspace_of_fwd(*case_inputs(case_of("8192/96"))) == 0
+
+
+def assert_same_under(use, x, cu_seqlens, first, second):
+    """Two schedules give the same bits; the second stays in use."""
+    use(first)
+    expected = fwd(x, cu_seqlens)
+    use(second)
+    assert_same(fwd(x, cu_seqlens), expected)
 
 
 @pytest.mark.gpu
 class TestChoice:
     @pytest.mark.parametrize("name", ["32768/8/1", "4096/8/1", "16384/16/8", "mixed/96", "8x1024/64"])
     def test_pairs_gives_the_bits_of_sm90(self, use, name):
-        x, cu_seqlens = case_inputs(next(case for case in CASES if case.name == name))
-        use("sm90")
-        expected = fwd(x, cu_seqlens)
-        use("pairs")
-        assert_same(fwd(x, cu_seqlens), expected)
+        x, cu_seqlens = case_inputs(case_of(name))
+        assert_same_under(use, x, cu_seqlens, "sm90", "pairs")
         assert workspace_of_fwd(x, cu_seqlens) == 0
 
     def test_under_pairs_a_sequence_s_bits_do_not_hang_on_the_batch(self, use):
         use("pairs")
-        x, cu_seqlens = packed([9000, 0, 300, 1, 64] * 8, 4, seed=26)
+        x, cu_seqlens = packed_inputs([9000, 0, 300, 1, 64] * 8, 4, seed=26)
         out, state = fwd(x, cu_seqlens)
         bounds = cu_seqlens.tolist()
         for n in (0, 2, 35):
-            alone = fwd(tokens_of(x, bounds[n], bounds[n + 1], n))
+            alone = fwd(cut(x, bounds[n], bounds[n + 1], n))
             assert_same(alone, (out[:, bounds[n] : bounds[n + 1]], state[n : n + 1]), f"of sequence {n}")
 
     @pytest.mark.parametrize("name", ["32768/8/1", "65536/12/1"])
     def test_auto_cuts_long_sequences_of_few_heads(self, use, name):
-        x, cu_seqlens = case_inputs(next(case for case in CASES if case.name == name))
-        use("segments")
-        expected = fwd(x, cu_seqlens)
-        use("auto")
-        assert_same(fwd(x, cu_seqlens), expected)
+        x, cu_seqlens = case_inputs(case_of(name))
+        assert_same_under(use, x, cu_seqlens, "segments", "auto")
         assert workspace_of_fwd(x, cu_seqlens) > 0
 
     @pytest.mark.parametrize("name", [case.name for case in CASES if case.table == "many heads"])
     def test_auto_leaves_many_heads_whole(self, use, name):
-        x, cu_seqlens = case_inputs(next(case for case in CASES if case.name == name))
-        use("pairs")
-        expected = fwd(x, cu_seqlens)
-        use("auto")
-        assert_same(fwd(x, cu_seqlens), expected)
+        x, cu_seqlens = case_inputs(case_of(name))
+        assert_same_under(use, x, cu_seqlens, "pairs", "auto")
 
     def test_segments_cuts_what_has_more_than_a_chunk(self, use):
         use("segments")
@@ -722,10 +714,7 @@ class TestChoice:
     def test_what_tma_cannot_address_goes_to_portable(self, use):
         x = make_inputs("long", 1, 300, 2, "cuda", 28, torch.float32)
         x |= {name: x[name][:, :1].expand(-1, 300, -1, -1) for name in ("q", "k", "g")}
-        use("portable")
-        expected = fwd(x)
-        use("segments:64")
-        assert_same(fwd(x), expected)
+        assert_same_under(use, x, None, "portable", "segments:64")
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
-from benchmarks.cases import HEAD_DIM
+from benchmarks.peers import ours
 from benchmarks.peers.peer import Peer
 
 VARIABLE = "FLASH_KDA_PUBLISHED"
@@ -52,17 +50,7 @@ def unavailable():
 
 
 def prepare(inputs, cu_seqlens):
-    fwd = load(os.environ[VARIABLE]).fwd
-    B, _, H, _ = inputs["q"].shape
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    out = torch.empty_like(inputs["v"])
-    final_state = torch.empty(N, H, HEAD_DIM, HEAD_DIM, device=out.device)
-
-    def call():
-        fwd(**inputs, out=out, final_state=final_state, cu_seqlens=cu_seqlens)
-        return out, final_state
-
-    return call
+    return ours.prepare(inputs, cu_seqlens, load(os.environ[VARIABLE]).fwd)
 
 
 PEER = Peer("published FlashKDA", {}, ("many heads", "few heads"), unavailable, prepare)
