@@ -48,6 +48,16 @@ __device__ __forceinline__ float2 unpack_bf16(uint32_t x) {
   return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
 }
 
+// Two numbers as the sums of two bf16 parts each, as far as those reach.
+struct PairParts {
+  uint32_t hi, lo;
+  __device__ static PairParts of(float x, float y) {
+    uint32_t const hi = pack_bf16(x, y);
+    float2 const kept = unpack_bf16(hi);
+    return {hi, pack_bf16(__fsub_rn(x, kept.x), __fsub_rn(y, kept.y))};
+  }
+};
+
 // The same number, of which the compiler knows nothing: what is derived from it is made where it is needed, and not
 // kept in registers throughout the kernel, of which there are too few here.
 __device__ __forceinline__ int opaque(int x) {

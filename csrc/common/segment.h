@@ -99,10 +99,9 @@ struct alignas(128) Transition {
       for (int j = 0; j < kHeadDim / 8; ++j) {
         int const at = first + (half * (kHeadDim / 8) + j) * kBlock;
         float const x = rows[j][2 * half] * factor, y = rows[j][2 * half + 1] * factor;
-        uint32_t const high = pack_bf16(x, y);
-        float2 const kept = unpack_bf16(high);
-        *reinterpret_cast<uint32_t*>(&hi[at]) = high;
-        *reinterpret_cast<uint32_t*>(&lo[at]) = pack_bf16(x - kept.x, y - kept.y);
+        PairParts const parts = PairParts::of(x, y);
+        *reinterpret_cast<uint32_t*>(&hi[at]) = parts.hi;
+        *reinterpret_cast<uint32_t*>(&lo[at]) = parts.lo;
       }
     }
   }

@@ -48,10 +48,8 @@ struct StateOperand {
     uint32_t* const lo_bits = reinterpret_cast<uint32_t*>(cute::raw_pointer_cast(lo.data()));
 #pragma unroll
     for (int i = 0; i < kHeadDim / 4; ++i) {
-      float const x = state[i / 2][i % 2 * 2], y = state[i / 2][i % 2 * 2 + 1];
-      hi_bits[i] = pack_bf16(x, y);
-      float2 const kept = unpack_bf16(hi_bits[i]);
-      lo_bits[i] = pack_bf16(x - kept.x, y - kept.y);
+      PairParts const parts = PairParts::of(state[i / 2][i % 2 * 2], state[i / 2][i % 2 * 2 + 1]);
+      hi_bits[i] = parts.hi, lo_bits[i] = parts.lo;
     }
   }
 };

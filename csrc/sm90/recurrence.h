@@ -51,6 +51,13 @@ using SquareKMajor =
 // A lane's share of a chunk's decays, as stage.h orders them.
 using Decays = float4[kHeadDim / 16];
 
+__device__ __forceinline__ void fetch_decay(Decays& decay, Decay& stored, int lane) {
+#pragma unroll
+  for (int j = 0; j < kHeadDim / 16; ++j) {
+    decay[j] = *reinterpret_cast<float4 const*>(stored.pair(2 * j, lane % 4));
+  }
+}
+
 template <class State>
 __device__ __forceinline__ void apply_decay(State& state, Decays const& decay, bool is_negative) {
 #pragma unroll
@@ -176,9 +183,8 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
       float2 const value = unpack_bf16(v[i]);
       float const x = __fmaf_rn(-norm[i / 2].x, ox(8 + 2 * i), value.x);
       float const y = __fmaf_rn(-norm[i / 2].y, ox(9 + 2 * i), value.y);
-      x_hi_bits[i] = pack_bf16(x, y);
-      float2 const hi = unpack_bf16(x_hi_bits[i]);
-      x_lo_bits[i] = pack_bf16(__fsub_rn(x, hi.x), __fsub_rn(y, hi.y));
+      PairParts const parts = PairParts::of(x, y);
+      x_hi_bits[i] = parts.hi, x_lo_bits[i] = parts.lo;
     }
     auto const a_hi = SquareKMajor::of(address, offsetof(ForwardStage, a_hi));
     auto const a_lo = SquareKMajor::of(address, offsetof(ForwardStage, a_lo));
@@ -195,15 +201,9 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
 #pragma unroll
     for (int i = 0; i < 4; ++i) u_bits[i] = pack_bf16(u(2 * i), u(2 * i + 1));
 
-    auto const fetch_decay = [&](Decays& decay) {
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 16; ++j) {
-        decay[j] = *reinterpret_cast<float4 const*>(stage.decay.pair(2 * j, lane % 4));
-      }
-    };
     if (decay_first) {
       Decays decay;  // not the one below, which would be kept from here on
-      fetch_decay(decay);
+      fetch_decay(decay, stage.decay, lane);
       apply_decay(state, decay, true);
     }
     warpgroup_fence_operand(o);
@@ -225,7 +225,7 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
     store_matrices_transposed(o_bits, out_tile.at(place.row, place.column));
     // Not sooner: wgmma reads its operands from the same shared memory, and every earlier place was slower.
     Decays decay;
-    fetch_decay(decay);
+    fetch_decay(decay, stage.decay, lane);
     warpgroup_wait<0>();
     warpgroup_fence_operand(state);
     if (!decay_first) apply_decay(state, decay, false);

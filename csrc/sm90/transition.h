@@ -113,15 +113,9 @@ __device__ __forceinline__ void transit(Params const& p, SharedStorage<Config>& 
 #pragma unroll
       for (int i = 0; i < 4; ++i) u_bits[i] = pack_bf16(u(2 * i), u(2 * i + 1));
 
-      auto const fetch_decay = [&](Decays& decay) {
-#pragma unroll
-        for (int j = 0; j < kHeadDim / 16; ++j) {
-          decay[j] = *reinterpret_cast<float4 const*>(stage.decay.pair(2 * j, lane % 4));
-        }
-      };
       if (decay_first) {
         Decays decay;  // not the one below, which would be kept from here on
-        fetch_decay(decay);
+        fetch_decay(decay, stage.decay, lane);
         apply_decay(state, decay, true);
       }
       warpgroup_fence_operand(state);
@@ -133,7 +127,7 @@ __device__ __forceinline__ void transit(Params const& p, SharedStorage<Config>& 
            state);
       warpgroup_commit_batch();
       Decays decay;
-      fetch_decay(decay);
+      fetch_decay(decay, stage.decay, lane);
       warpgroup_wait<0>();
       warpgroup_fence_operand(state);
       if (!decay_first) apply_decay(state, decay, false);
