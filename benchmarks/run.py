@@ -202,6 +202,15 @@ def print_rows(console, rows):
     console.print(table)
 
 
+def chosen_cases(parser, patterns):
+    """The cases that match any of `patterns`; an error of the parser's where one matches none."""
+    names = [case.name for case in CASES]
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in names):
+            parser.error(f"--cases: no case matches {pattern!r}; there are {', '.join(names)}")
+    return [case for case in CASES if any(fnmatch(case.name, pattern) for pattern in patterns)]
+
+
 def command_line(options):
     """The command that makes these rows, but for --json."""
     words = ["python", "-m", "benchmarks.run"] + ["--quick"] * options.quick
@@ -225,16 +234,12 @@ def parse(arguments=None):
     parser.add_argument("--seconds", type=float, default=math.inf, metavar="S", help="start no row after S seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows and the environment to FILE")
     options = parser.parse_args(arguments)
-    names = [case.name for case in CASES]
-    patterns = options.cases or (QUICK if options.quick else names)
-    for pattern in patterns:
-        if not any(fnmatch(name, pattern) for name in names):
-            parser.error(f"--cases: no case matches {pattern!r}; there are {', '.join(names)}")
+    cases = chosen_cases(parser, options.cases or (QUICK if options.quick else ["*"]))
     for name in options.peers or ():
         if name not in PEERS:
             parser.error(f"--peers: expected names out of {', '.join(PEERS)}, got {name!r}")
     options.command = command_line(options)
-    options.cases = [case for case in CASES if any(fnmatch(case.name, pattern) for pattern in patterns)]
+    options.cases = cases
     if not torch.cuda.is_available():
         parser.error("no GPU that PyTorch can use")
     if options.json is not None:

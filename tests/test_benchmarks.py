@@ -17,7 +17,7 @@ import flash_kda
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import record_readme, run  # noqa: E402
+from benchmarks import record_readme, run, warm_fla  # noqa: E402
 from benchmarks.cases import CASES, ERROR_CASE, QUICK  # noqa: E402
 from benchmarks.peers import PEERS, published  # noqa: E402
 from benchmarks.timing import Times  # noqa: E402
@@ -151,6 +151,60 @@ def test_cudnn_peer_calls_by_the_names_that_cudnn_frontend_has(monkeypatch):
     inputs = make_inputs("random", 2, 20, 3, "cpu", state_dtype=torch.float32)
     out, state = PEERS["cuDNN frontend"].prepare(inputs, None)()
     assert torch.equal(out, inputs["v"]) and torch.equal(state, inputs["initial_state"])
+
+
+class TestWarmFla:
+    """Compiling FLA's kernels beforehand; in FLA's and Triton's place modules that note what is asked of them."""
+
+    def test_a_group_is_a_head_count_and_form(self):
+        cases = [case for case in CASES if case.table == "many heads"]
+        names = [[case.name for case in group] for group in warm_fla.groups_of(cases)]
+        assert names == [["8192/96"], ["mixed/96", "8x1024/96"], ["8192/64"], ["mixed/64", "8x1024/64"]]
+
+    def test_every_configuration_is_compiled_and_no_choice_kept(self, monkeypatch):
+        calls = []
+        testing = types.ModuleType("triton.testing")
+        testing.do_bench = lambda call, **options: pytest.fail("measured a configuration")
+
+        def chunk_kda(q, cu_seqlens, **more):
+            """Tunes as Triton does: by what triton.testing holds at the call."""
+            assert run.os.environ["FLA_FLASH_KDA"] == "0" and run.os.environ["FLA_CACHE_RESULTS"] == "0"
+            configurations = [lambda number=number: calls.append((len(q[0]), number)) for number in range(3)]
+            times = [testing.do_bench(one, quantiles=(0.5, 0.2, 0.8)) for one in configurations]
+            configurations[times.index(min(times))]()
+
+        modules = {name: types.ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.kda", "triton")}
+        modules["fla.ops.kda"].chunk_kda = chunk_kda
+        modules["triton"].testing = testing
+        for name, module in (modules | {"triton.testing": testing}).items():
+            monkeypatch.setitem(sys.modules, name, module)
+        for name in (*warm_fla.KEEP_NO_CHOICE, "FLA_FLASH_KDA"):
+            monkeypatch.setenv(name, "1")
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        small = {"8192/96": 20, "mixed/96": 30}
+
+        def inputs_of(case, gate):
+            return [(make_inputs(gate, 1, small[case.name], 2, "cpu", 0, torch.float32), None)]
+
+        monkeypatch.setattr(warm_fla, "input_sets", inputs_of)
+        warm_fla.compile_group([case for case in CASES if case.name in small])
+        assert calls == [(tokens, number) for tokens in (20, 30) for number in (0, 1, 2, 0)]
+
+    def test_what_cannot_be_compiled_is_said(self, monkeypatch, capsys, tmp_path):
+        (tmp_path / "fla").mkdir()
+        (tmp_path / "fla" / "__init__.py").write_text("raise ImportError('an FLA that is broken')")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert warm_fla.main(["--cases", "*/96"]) == 1
+        line = "RuntimeError: flash-linear-attention cannot be imported: an FLA that is broken"
+        assert capsys.readouterr().out.splitlines() == [f"8192/96: {line}", f"mixed/96, 8x1024/96: {line}"]
+
+    @pytest.mark.parametrize("arguments, message", [(["--cases", "no"], "no case matches 'no'"), ([], "no GPU")])
+    def test_errors_are_one_line_and_exit_status_2(self, arguments, message, monkeypatch, capsys):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(SystemExit) as exit:
+            warm_fla.main(arguments)
+        assert exit.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
 
 
 class TestCommandLine:

@@ -146,11 +146,16 @@ case "$*" in
 *"sanitizer_grid.py --list"*) echo "portable sm90 segments" ;;
 -c*) echo benchmarks/results/nvidia-h200.json ;;
 *"fuzz.py"*) echo fuzzing ;;
-*"test_fla.py"*"--ignore"*) ;;
+*"--ignore"*) ;;
 *"test_fla.py"*) sleep 0.3 && echo fla tests ;;
+*"benchmarks.warm_fla"*) echo kernels compiled ;;
+*"benchmarks.run"*) echo "FLA_CACHE_RESULTS=$FLA_CACHE_RESULTS" >>"$CALLS" ;;
 esac
 [ -z "${FAIL:-}" ] || case "$*" in *$FAIL*) exit 3 ;; esac
 """
+
+
+CHECKS = ["set-up and build", "tests", "segments", "streams", "failures", "fla", "fla_packed", "fuzz"]
 
 
 @pytest.fixture
@@ -183,7 +188,11 @@ def gpu_script(tmp_path):
         ("fuzz.py", "fuzz"),
         ("failures.xml -o", "failures"),
         ("fla.xml -o", "fla"),
+        ("fla_packed.xml -o", "fla_packed"),
+        ("segments.xml -o", "segments"),
+        ("streams.xml -o", "streams"),
         ("tests.xml -o", "tests"),
+        ("benchmarks.warm_fla", None),  # no check
         ("benchmarks.run", "benchmark"),
         ("benchmarks.features", "features"),
         ("benchmarks.compare", "compare"),
@@ -193,10 +202,13 @@ def test_gpu_script_runs_every_step_and_records_how_it_ended(gpu_script, tmp_pat
     result = gpu_script(fail)
     assert result.returncode == 0, result.stdout + result.stderr
     *_, record = (tmp_path / "calls").read_text().splitlines()
-    assert record.startswith("tests/gpu_record.py") and result.stdout.count("fla tests") == 1
+    assert record.startswith("tests/gpu_record.py") and result.stdout.count("fla tests") == 2
+    assert result.stdout.count("kernels compiled") == 1 and result.stdout.count("racecheck sm90.log:took ") == 1
+    assert "FLA_CACHE_RESULTS=0" in (tmp_path / "calls").read_text().splitlines()
     steps = dict(text.split("=", 1) for text in re.findall(r"--step=(.+?=(?:ok|exit status \d+))", record))
-    expected = ["set-up and build", "tests", "failures", "fuzz", "fla", "benchmark", "features", "compare"]
-    assert list(steps) == expected
+    assert list(steps) == [*CHECKS, "benchmark", "features", "compare"]
+    for name in set(CHECKS) - {"set-up and build", "fuzz"}:
+        assert f"--junit {tmp_path}/tests/output/{name}.xml" in record
     assert {name for name, what in steps.items() if what != "ok"} == ({step} if step else set())
     if step:
         assert steps[step] == "exit status 3"
@@ -212,17 +224,32 @@ def test_gpu_script_runs_every_step_and_records_how_it_ended(gpu_script, tmp_pat
         assert f"{option} {tmp_path}/tests/output" in record
 
 
+def test_gpu_script_runs_every_test_once(gpu_script, tmp_path):
+    """Its runs of pytest, collected for real: together all GPU tests, and none twice."""
+    assert gpu_script("nothing", "checks").returncode == 0
+    calls = (tmp_path / "calls").read_text().splitlines()
+    runs = [line.partition("junit_family=xunit1 ")[2].split() for line in calls if line.startswith("-m pytest ")]
+
+    def collected(arguments):
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+        result = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return [line for line in result.stdout.splitlines() if "::" in line]
+
+    found = [test for selection in runs for test in collected(selection)]
+    assert len(runs) == 6 and sorted(found) == sorted(collected(["tests"]))
+
+
 def test_gpu_script_in_two_halves_records_both(gpu_script, tmp_path):
     def steps_of_record():
         *_, record = (tmp_path / "calls").read_text().splitlines()
         assert record.startswith("tests/gpu_record.py")
         return re.findall(r"--step=(.+?)=(?:ok|exit status \d+)", record)
 
-    checks = ["set-up and build", "tests", "failures", "fuzz", "fla"]
-    assert gpu_script("fla.xml -o", "checks").returncode == 0 and steps_of_record() == checks
+    assert gpu_script("fla.xml -o", "checks").returncode == 0 and steps_of_record() == CHECKS
     result = gpu_script("nothing", "times")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert steps_of_record() == [*checks, "benchmark", "features", "compare"]
+    assert steps_of_record() == [*CHECKS, "benchmark", "features", "compare"]
     *_, record = (tmp_path / "calls").read_text().splitlines()
     assert "--step=fla=exit status 3" in record and "--step=compare=ok" in record
     assert (tmp_path / "calls").read_text().count("sanitizer_grid.py --list") == 1
