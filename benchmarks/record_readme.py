@@ -15,7 +15,7 @@ import sys
 import textwrap
 
 from accuracy import BOUNDS, TABLE
-from gpu_record import problems
+from gpu_record import extent, problems
 from inputs import GATE_KINDS
 from source_digest import tree_digest
 
@@ -152,6 +152,13 @@ def limits(record):
     return source + table([*header, "nanoseconds a token of it"], rows)
 
 
+LEFT_OUT = (
+    "why parts of the calls in `tests/sanitizer_grid.py` are left out: there a stage of the ring is filled again after "
+    "one lane has handed it back for its warp, behind a `__syncwarp` that racecheck does not connect with it, and it "
+    "reports a hazard that is none; the other tools run all parts"
+)
+
+
 def checks(record):
     """What the fuzzer and compute-sanitizer said."""
     fuzz = record.get("fuzz")
@@ -161,7 +168,10 @@ def checks(record):
         errors = ", ".join(f"{name} {error(x)}" for name, x in sorted(fuzz["root mean square"].items()))
         lines = [f"- fuzzer: {fuzz['cases']} cases of seed {fuzz['seed']} ({ran}), {len(fuzz['failures'])} failed"]
         lines.append(f"- their root mean square errors: {errors}")
-    lines += [f"- compute-sanitizer {tool}: {x['status']}" for tool, x in sorted(record["sanitizer"].items())]
+    sanitizer = sorted(record["sanitizer"].items())
+    lines += [f"- compute-sanitizer {tool}: {x['status']}{extent(x)}" for tool, x in sanitizer]
+    if any(x.get("left_out") for _, x in sanitizer):
+        lines.append(f"- {LEFT_OUT}")
     lines += of_other_sources(record)
     return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 

@@ -9,6 +9,7 @@ import datetime
 import importlib.metadata
 import json
 import platform
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -24,6 +25,8 @@ RECORD = ROOT / "tests" / "gpu_record.json"
 FORMAT = 1
 # Fewer in a record are a problem.
 FUZZ_CASES = 2000
+# Where parts of tests/sanitizer_grid.py may be left out; tests/gpu.sh says why.
+MAY_LEAVE_OUT = ("racecheck segments", "racecheck sm90")
 
 
 def read_junit(paths):
@@ -57,7 +60,11 @@ def read_junit(paths):
 
 
 def read_sanitizer(folder):
-    """{tool: {"status", "summary"}} from gpu.sh's TOOL.log and TOOL.status (the exit status, or `missing`) files."""
+    """{tool: {"status", "summary", "calls", "left_out"}} from gpu.sh's TOOL.log and TOOL.status files.
+
+    A status is the program's exit status, or `missing`. "calls" counts the calls of each part of
+    tests/sanitizer_grid.py that ran to its end, "left_out" lists those that were not to run.
+    """
     tools = {}
     for path in sorted(Path(folder).glob("*.status")):
         log = path.with_suffix(".log")
@@ -69,7 +76,11 @@ def read_sanitizer(folder):
         status = words.get(exit_status, f"exit status {exit_status}")
         if "Device not supported" in "".join(lines):
             status = "not run: the tool does not support this device or driver"
-        tools[path.stem] = {"status": status, "summary": summary}
+        calls = {m[1]: int(m[2]) for line in lines if (m := re.fullmatch(r"\S+, (\w+): (\d+) calls", line))}
+        left_out = [
+            part for line in lines if (m := re.fullmatch(r"\S+, left out: (.+)", line)) for part in m[1].split(", ")
+        ]
+        tools[path.stem] = {"status": status, "summary": summary, "calls": calls, "left_out": left_out}
     return tools
 
 
@@ -127,6 +138,10 @@ def problems(record):
     for tool, result in record["sanitizer"].items():
         if result["status"] != "clean" and not result["status"].startswith("not run"):
             found.append(f"compute-sanitizer {tool}: {result['status']}: {result['summary']}")
+        elif result["status"] == "clean" and result.get("calls") == {}:
+            found.append(f"compute-sanitizer {tool}: clean, but of no calls")
+        if result.get("left_out") and tool not in MAY_LEAVE_OUT:
+            found.append(f"compute-sanitizer {tool}: left out: {', '.join(result['left_out'])}")
     fuzz = record.get("fuzz")
     if fuzz is None and "fuzz" not in record["steps"]:
         found.append("fuzz: no results")
@@ -172,6 +187,12 @@ def make_record(junit, benchmark, features, fuzz, sanitizer, steps):
     }
 
 
+def extent(result):
+    """Of how many calls a sanitizer's result is, and without which parts of tests/sanitizer_grid.py, in words."""
+    words = f", {sum(result['calls'].values())} calls" if result.get("calls") else ""
+    return words + (f", left out: {', '.join(result['left_out'])}" if result.get("left_out") else "")
+
+
 def summary(record):
     """The record in under 100 lines."""
     env, tests = record["environment"], record["tests"]
@@ -189,7 +210,8 @@ def summary(record):
             lines.append(f"  {outcome}: and {len(chosen) - most} more")
     lines.append(f"FLA dispatch: {record['notes'].get('fla dispatch', 'not seen')}")
     lines += [
-        f"compute-sanitizer {tool}: {x['status']}; {x['summary'][:120]}" for tool, x in record["sanitizer"].items()
+        f"compute-sanitizer {tool}: {x['status']}{extent(x)}; {x['summary'][:120]}"
+        for tool, x in record["sanitizer"].items()
     ]
     features = record.get("features", {})
     for row in features.get("gates", []):

@@ -159,6 +159,10 @@ def long_cut():
     return cut_calls(LONG_CUT_GRID, 2) + cut_general_calls(256)
 
 
+def parts_of(schedule):
+    return (*PARTS, *CUT_PARTS) if schedule == "segments" else PARTS
+
+
 def main(arguments):
     served = [schedule for schedule in SANITIZED if not schedules.why_not(schedule)]
     if arguments == ["--list"]:
@@ -169,13 +173,15 @@ def main(arguments):
         if schedule not in served:
             sys.exit(f"schedule: expected one of {', '.join(served)}, got {schedule!r}")
         os.environ["FLASH_KDA_SCHEDULE"] = schedule
-        parts = (*PARTS, *CUT_PARTS) if schedule == "segments" else PARTS
-        for part in arguments[1:] or parts:
+        parts, chosen = parts_of(schedule), arguments[1:] or parts_of(schedule)
+        for part in chosen:
             if part not in parts:
                 sys.exit(f"part: expected one of {', '.join(parts)}, got {part!r}")
             count = calls[part]()
             torch.cuda.synchronize()
             print(f"{schedule}, {part}: {count} calls")
+        if left_out := [part for part in parts if part not in chosen]:
+            print(f"{schedule}, left out: {', '.join(left_out)}")
 
 
 if __name__ == "__main__":

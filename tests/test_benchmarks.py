@@ -332,6 +332,12 @@ class TestReadme:
         assert "| g = -80 | 4.20e-3 | 3.20e-3 |" in filled
         assert "| 8x1024/96 | 768 | 1024 | 500 | 50% | 488 |" in filled
         assert "- fuzzer: not in the record\n- compute-sanitizer memcheck: exit status 9" in filled
+        assert "racecheck" not in filled
+        result = {"status": "clean", "summary": "", "calls": {"short": 20, "cut": 9}, "left_out": ["long", "general"]}
+        record["sanitizer"]["racecheck sm90"] = result
+        filled = record_readme.fill(filled, record, record_readme.DEEP_DIVE)
+        assert "- compute-sanitizer racecheck sm90: clean, 29 calls, left out: long, general\n" in filled
+        assert "behind a `__syncwarp` that racecheck does not connect" in filled.replace("\n ", "")
         record["fuzz"] = {"cases": 2000, "seed": 0, "schedules": {"sm90": 2000}, "failures": []}
         record["fuzz"]["root mean square"] = {"long: out": 3.61e-3}
         filled = record_readme.fill(filled, record, record_readme.DEEP_DIVE)

@@ -201,7 +201,8 @@ def results(tmp_path):
     (tmp_path / "fuzz.json").write_text(json.dumps(fuzz_result()))
     (tmp_path / "memcheck sm90.status").write_text("0\n")
     (tmp_path / "memcheck sm90.log").write_text(
-        "========= COMPUTE-SANITIZER\n29 calls\n========= ERROR SUMMARY: 0 errors\n"
+        "========= COMPUTE-SANITIZER\nsm90, short: 29 calls\nsm90, long: 4 calls\n"
+        "========= ERROR SUMMARY: 0 errors\ntook 40 s\n"
     )
     (tmp_path / "racecheck sm90.status").write_text("missing\n")
     return tmp_path
@@ -241,10 +242,12 @@ class TestMaking:
         assert gpu_record.problems(record) == []
         assert json.loads(json.dumps(record)) == record
         assert record["csrc"] == tree_digest(gpu_record.ROOT / "csrc")
-        assert record["sanitizer"]["memcheck sm90"] == {"status": "clean", "summary": "ERROR SUMMARY: 0 errors"}
+        clean = {"status": "clean", "summary": "ERROR SUMMARY: 0 errors"}
+        assert record["sanitizer"]["memcheck sm90"] == clean | {"calls": {"short": 29, "long": 4}, "left_out": []}
         assert record["sanitizer"]["racecheck sm90"]["status"].startswith("not run")
         text = gpu_record.summary(record)
         assert "result: passed" in text and len(text.splitlines()) < 100
+        assert "compute-sanitizer memcheck sm90: clean, 33 calls; ERROR SUMMARY: 0 errors" in text
         assert "features: decoding 256 x 1, flash_kda: 290 us, 87% of the copy bandwidth" in text
         assert "fuzz: seed 0, 2000 cases, 0 failed; worst of a (sequence, head): random: out 9.00e-03" in text
 
@@ -263,6 +266,8 @@ class TestMaking:
             ("fuzz.json", json.dumps(fuzz_result(failures=["a command"])), "fuzz: a command"),
             ("memcheck sm90.status", "9\n", "memcheck sm90: exit status 9"),
             ("memcheck sm90.status", "124\n", "memcheck sm90: timed out"),
+            ("memcheck sm90.log", "========= ERROR SUMMARY: 0 errors\n", "memcheck sm90: clean, but of no calls"),
+            ("memcheck sm90.log", "sm90, a: 2 calls\nsm90, left out: b, c\n", "memcheck sm90: left out: b, c"),
         ],
     )
     def test_what_failed_is_in_the_record(self, results, file, content, found):
@@ -273,6 +278,13 @@ class TestMaking:
         assert any(found in problem for problem in gpu_record.problems(record)), gpu_record.problems(record)
         text = gpu_record.summary(record)
         assert "result: " in text and "result: passed" not in text
+
+    def test_racecheck_may_leave_out_parts_and_says_so(self, results):
+        (results / "racecheck sm90.status").write_text("0\n")
+        (results / "racecheck sm90.log").write_text("sm90, short: 29 calls\nsm90, left out: long, general\n")
+        record = make(results)
+        assert gpu_record.problems(record) == []
+        assert "racecheck sm90: clean, 29 calls, left out: long, general;" in gpu_record.summary(record)
 
     def test_nothing_is_written_without_a_gpu(self, results, monkeypatch, capsys):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
