@@ -7,6 +7,8 @@
 - bf16 states: the many-heads cases of benchmarks.run with bf16 instead of fp32 states, in and out.
 - Decoding: states of a pool updated in place, as a share of the copy bandwidth measured in the same run on the bytes
   that must move, with FLA's fused_recurrent_kda (which reads and writes the same states, out of place) beside it.
+
+Each result is checked against the fp64 recurrence before it is timed; a wrong one ends the run.
 """
 
 import argparse
@@ -20,16 +22,44 @@ from rich.console import Console
 from rich.table import Table
 
 import flash_kda
-from benchmarks.cases import CASES
+from benchmarks.cases import CASES, Case
+from benchmarks.run import ERROR_LIMIT, checked_part, errors_of
 from benchmarks.timing import copy_bandwidth, gpu_times
 
 DECODING = ((256, 32, 1), (512, 96, 1), (256, 32, 4), (128, 96, 16))  # sequences, heads, tokens of each
 
 
+def checked_times(what, case, call, inputs, cu_seqlens=None, indices=None):
+    """GPU times of `call`, which takes `inputs` and returns (out, final_state), once those two are found to be right.
+
+    indices: the rows of initial_state and final_state that the sequences have; default: in their order.
+    """
+    rows = slice(None) if indices is None else indices
+    # Before the call, which may write to the states that it reads.
+    expected = checked_part(case, inputs | {"initial_state": inputs["initial_state"][rows]}, cu_seqlens)
+    out, state = call()
+    errors = errors_of(case, (out, state[rows]), expected)
+    if not max(errors) <= ERROR_LIMIT:
+        raise RuntimeError(f"{what}, {case.name}: errors of out, final_state {errors}, limit {ERROR_LIMIT}")
+    return gpu_times([call])
+
+
+def fwd_into(arguments, out, state):
+    """A function that makes one call of flash_kda.fwd and returns (out, state)."""
+
+    def call():
+        flash_kda.fwd(**arguments, out=out, final_state=state)
+        return out, state
+
+    return call
+
+
 def gate_rows():
     """GPU times of one long sequence under several gates, as rows."""
-    x = make_inputs("long", 1, 8192, 96, "cuda", 0, torch.float32)
+    case = next(case for case in CASES if case.name == "8192/96")
+    x = make_inputs("long", 1, case.tokens, case.heads, "cuda", 0, torch.float32)
     out, state = torch.empty_like(x["v"]), torch.empty_like(x["initial_state"])
+    cu_seqlens = torch.tensor([0, case.tokens], dtype=torch.int32, device="cuda")
     # Decays of trained models: softplus(dt_bias) log-uniform in [0.001, 0.1], slopes in [1, 16].
     generator = torch.Generator(device="cuda").manual_seed(0)
     options = {"generator": generator, "device": "cuda"}
@@ -39,17 +69,18 @@ def gate_rows():
         "dt_bias": step + torch.log(-torch.expm1(-step)),
         "lower_bound": None,
     }
-    cases = {
+    calls = {
         "plain": {},
-        "general kernels, the same call": {"cu_seqlens": torch.tensor([0, 8192], dtype=torch.int32, device="cuda")},
+        "general kernels, the same call": {"cu_seqlens": cu_seqlens},
         "fp32 g": {"g": x["g"].float()},
         "softplus": softplus,
         "softplus, fp32 g": softplus | {"g": x["g"].float()},
     }
     rows = []
-    for name, changes in cases.items():
-        arguments = x | changes | {"out": out, "final_state": state}
-        times = gpu_times([lambda arguments=arguments: flash_kda.fwd(**arguments)])
+    for name, changes in calls.items():
+        call = fwd_into(x | changes, out, state)
+        inputs = x | {key: value for key, value in changes.items() if key != "cu_seqlens"}
+        times = checked_times(name, case, call, inputs)
         rows.append({"case": name, "gpu_us": times.median, "least_us": times.least})
     for row in rows:
         row["over_plain"] = row["gpu_us"] / rows[0]["gpu_us"]
@@ -66,9 +97,9 @@ def bf16_state_rows():
         cu_seqlens = cu_seqlens_of(case.lengths, "cuda") if N > 1 else None
         for gate in GATE_KINDS:
             x = make_inputs(gate, 1, case.tokens, case.heads, "cuda", 0, torch.bfloat16, N=N)
-            outputs = {"out": torch.empty_like(x["v"]), "final_state": torch.empty_like(x["initial_state"])}
-            arguments = x | outputs | {"cu_seqlens": cu_seqlens}
-            times = gpu_times([lambda arguments=arguments: flash_kda.fwd(**arguments)])
+            outputs = torch.empty_like(x["v"]), torch.empty_like(x["initial_state"])
+            call = fwd_into(x | {"cu_seqlens": cu_seqlens}, *outputs)
+            times = checked_times(f"bf16 states, {gate} gate", case, call, x, cu_seqlens)
             rows.append({"case": case.name, "gate": gate, "gpu_us": times.median, "least_us": times.least})
     return rows
 
@@ -86,27 +117,25 @@ def decoding_rows(bandwidth):
     """GPU times of short sequences with their states in a pool, as rows."""
     rows = []
     for N, H, T in DECODING:
+        case = Case(f"{N} x {T} tokens, {H} heads", "decoding", H, (T,) * N, math.inf, math.inf)
         x = make_inputs("long", N, T, H, "cuda", 0, torch.float32)
         pool, out = x["initial_state"], torch.empty_like(x["v"])
         floor = (2 * pool.nbytes + T * N * H * (5 * HEAD_DIM + 1) * 2) / bandwidth * 1e6
         indices = torch.randperm(N, device="cuda")
 
-        def ours(x=x, pool=pool, out=out, indices=indices):
-            flash_kda.fwd(**x, out=out, final_state=pool, state_indices=indices)
-
-        calls = {"flash_kda": ours}
+        calls = {"flash_kda": (fwd_into(x | {"state_indices": indices}, out, pool), indices)}
         recurrent = fla_decoding()
         if recurrent is not None:
 
             @torch.inference_mode()
             def theirs(x=x, recurrent=recurrent):
                 flags = ("use_gate_in_kernel", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel")
-                recurrent(**x, **dict.fromkeys(flags, True), state_v_first=True, output_final_state=True)
+                return recurrent(**x, **dict.fromkeys(flags, True), state_v_first=True, output_final_state=True)
 
-            calls["FLA fused_recurrent_kda"] = theirs
-        for name, call in calls.items():
-            times = gpu_times([call])
-            row = {"case": f"{N} x {T} tokens, {H} heads", "peer": name, "gpu_us": times.median}
+            calls["FLA fused_recurrent_kda"] = theirs, None
+        for name, (call, rows_of_states) in calls.items():
+            times = checked_times(name, case, call, x, indices=rows_of_states)
+            row = {"case": case.name, "peer": name, "gpu_us": times.median}
             rows.append(row | {"floor_us": floor, "share_of_bandwidth": floor / times.median})
     return rows
 

@@ -19,6 +19,7 @@ from gpu_record import extent, problems
 from inputs import GATE_KINDS
 from source_digest import tree_digest
 
+from benchmarks.cases import CASES
 from benchmarks.files import ROOT, is_ours, landed, read, shown_peers
 
 README, DEEP_DIVE = ROOT / "README.md", ROOT / "docs" / "deep-dive.md"
@@ -159,6 +160,30 @@ LEFT_OUT = (
 )
 
 
+def features(record):
+    """What calls beyond the benchmark's cost: gates, bf16 states, decoding."""
+    found = record.get("features")
+    if not found:
+        return "Not in the record."
+    gates = [[row["case"], microseconds(row["gpu_us"]), f"{row['over_plain']:.2f}"] for row in found["gates"]]
+    states = {(row["case"], row["gate"]): microseconds(row["gpu_us"]) for row in found["bf16_states"]}
+    musts = {case.name: str(case.must_us) for case in CASES}
+    names = dict.fromkeys(case for case, _ in states)
+    by_gate = [
+        [name, *(states.get((name, gate), "not measured") for gate in GATE_KINDS), musts[name]] for name in names
+    ]
+    decoding = [
+        [row["case"], row["peer"], microseconds(row["gpu_us"]), f"{row['share_of_bandwidth']:.0%}"]
+        for row in found["decoding"]
+    ]
+    tables = (
+        table(["8192 tokens, 96 heads, long gate", "microseconds", "over the plain call"], gates),
+        table(["bf16 states: tokens / heads", *GATE_KINDS, "must"], by_gate),
+        table(["sequences, states of a pool in place", "by", "microseconds", "share of the copy bandwidth"], decoding),
+    )
+    return "\n\n".join(tables)
+
+
 def checks(record):
     """What the fuzzer and compute-sanitizer said."""
     fuzz = record.get("fuzz")
@@ -183,11 +208,12 @@ SPOTS = {
     "sweep": sweep,
     "error-plot": error_plot,
     "limits": limits,
+    "features": features,
     "checks": checks,
 }
 PAGES = {
     README: ("environment", "accuracy", "speed"),
-    DEEP_DIVE: ("accuracy", "sweep", "error-plot", "limits", "checks"),
+    DEEP_DIVE: ("accuracy", "sweep", "error-plot", "limits", "features", "checks"),
 }
 
 

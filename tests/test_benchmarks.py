@@ -17,9 +17,10 @@ import flash_kda
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import record_readme, run, warm_fla  # noqa: E402
-from benchmarks.cases import CASES, ERROR_CASE, QUICK  # noqa: E402
+from benchmarks import features, record_readme, run, warm_fla  # noqa: E402
+from benchmarks.cases import CASES, ERROR_CASE, QUICK, Case  # noqa: E402
 from benchmarks.peers import PEERS, published  # noqa: E402
+from benchmarks.peers.peer import Peer  # noqa: E402
 from benchmarks.timing import Times  # noqa: E402
 
 
@@ -56,7 +57,6 @@ class TestChecking:
 
     @pytest.mark.parametrize("lengths", [(40,), (5, 9, 30), (5, 9, 40)])
     def test_error_of_the_checked_heads(self, lengths, monkeypatch):
-        from benchmarks.cases import Case
         from flash_kda.recurrence import recurrence
 
         monkeypatch.setattr(run, "CHECKED_TOKENS", 32)
@@ -93,6 +93,95 @@ class TestChecking:
     def test_times(self):
         times = Times.of([float(x) for x in range(1, 12)])
         assert (times.median, times.least, times.spread) == (6, 1, 8)
+
+
+class TestRows:
+    """What becomes of each peer on a case, on a CPU, where timing notes that it happened."""
+
+    CASE = Case("small", "many heads", 3, (5, 9, 30), 40, 30)
+
+    @pytest.fixture
+    def timed(self, monkeypatch):
+        inputs = make_inputs("long", 1, 44, 3, "cpu", 0, torch.float32, N=3)
+        monkeypatch.setattr(run, "input_sets", lambda case, gate: [(inputs, run.cu_seqlens_of(case.lengths))])
+        timed = []
+        monkeypatch.setattr(run, "gpu_times", lambda calls: timed.append(calls) or Times(2.0, 1.0, 0.5))
+        for name in ("host_time", "wall_time", "extra_memory"):
+            monkeypatch.setattr(run, name, lambda call: 7)
+        return timed
+
+    @staticmethod
+    def peer(name, change=lambda out: None, reason=None):
+        def prepare(inputs, cu_seqlens):
+            def call():
+                out, state = torch.empty_like(inputs["v"]), torch.empty_like(inputs["initial_state"])
+                flash_kda.fwd(**inputs, out=out, final_state=state, cu_seqlens=cu_seqlens)
+                change(out)
+                return out, state
+
+            return call
+
+        return Peer(name, {}, ("many heads",), lambda: reason, prepare)
+
+    def test_missing_wrong_and_out_of_memory_are_rows_that_say_so(self, timed):
+        def exhaust(out):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nmore")
+
+        peers = [
+            self.peer("flash_kda"),
+            self.peer("wrong", lambda out: out[:, 7].add_(1)),
+            self.peer("NaN", lambda out: out[:, 7].fill_(torch.nan)),
+            self.peer("large", exhaust),
+            self.peer("absent", reason="cannot be imported"),
+        ]
+        seen = []
+        rows = run.rows_of(self.CASE, "long", peers, 4e12, seen.append, lambda: False)
+        assert [row["peer"] for row in rows] == ["flash_kda", "wrong", "NaN", "large", "absent"]
+        assert seen == [f"small long {row['peer']}" for row in rows]
+        assert "error" not in rows[0] and rows[0]["gpu_us"] == 2.0 and rows[0]["error_out"] < 5e-3
+        assert [row["error"].partition(":")[0] for row in rows[1:3]] == ["wrong result"] * 2
+        assert rows[3]["error"].endswith("CUDA out of memory. Tried to allocate 20 GiB")
+        assert rows[4]["error"] == "cannot be imported"
+        assert len(timed) == 1 and not any("gpu_us" in row for row in rows[1:])
+        assert all(row["floor_us"] == self.CASE.bytes / 4e12 * 1e6 and row["must_us"] == 40 for row in rows)
+
+    def test_once_the_time_is_up_rows_say_so(self, timed):
+        (row,) = run.rows_of(self.CASE, "long", [self.peer("flash_kda")], 4e12, lambda what: None, lambda: True)
+        assert row["error"] == "not run: the time was up" and timed == []
+
+
+class TestFeatures:
+    """The check before a timing; on a CPU, so that timing only notes that it happened."""
+
+    @pytest.fixture
+    def timed(self, monkeypatch):
+        timed = []
+        monkeypatch.setattr(features, "gpu_times", timed.append)
+        return timed
+
+    @pytest.mark.parametrize("lengths", [(60,), (5, 9, 30)])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_of_states_out_of_place(self, timed, lengths, dtype):
+        case = Case("small", "many heads", 3, lengths, 1, 1)
+        cu_seqlens = run.cu_seqlens_of(lengths) if len(lengths) > 1 else None
+        x = make_inputs("long", 1, sum(lengths), 3, "cpu", 0, dtype, N=len(lengths))
+        out, state = torch.empty_like(x["v"]), torch.empty_like(x["initial_state"])
+        features.checked_times("a", case, features.fwd_into(x | {"cu_seqlens": cu_seqlens}, out, state), x, cu_seqlens)
+        assert len(timed) == 1
+        with pytest.raises(RuntimeError, match="b, small: errors of out, final_state"):
+            features.checked_times("b", case, lambda: (out, state + 1), x, cu_seqlens)
+        assert len(timed) == 1
+
+    def test_of_a_pool_in_place(self, timed):
+        case, indices = Case("small", "decoding", 2, (3,) * 4, 1, 1), torch.tensor([2, 0, 3, 1])
+        x = make_inputs("long", 4, 3, 2, "cpu", 0, torch.float32)
+        out, pool = torch.empty_like(x["v"]), x["initial_state"]
+        call = features.fwd_into(x | {"state_indices": indices}, out, pool)
+        features.checked_times("a", case, call, x, indices=indices)
+        assert len(timed) == 1
+        with pytest.raises(RuntimeError, match="b, small"):
+            features.checked_times("b", case, call, x)  # the rows of others
+        assert len(timed) == 1
 
 
 class TestPublishedPeer:
@@ -330,6 +419,15 @@ class TestReadme:
         filled = record_readme.fill(text, record, record_readme.DEEP_DIVE)
         assert ">old<" not in filled
         assert "| g = -80 | 4.20e-3 | 3.20e-3 |" in filled
+        assert "<!-- record:features -->\nNot in the record.\n" in filled
+        record["features"] = {
+            "gates": [{"case": "softplus", "gpu_us": 481.2, "over_plain": 1.066}],
+            "bf16_states": [{"case": "8192/64", "gate": gate, "gpu_us": 310.2} for gate in GATE_KINDS],
+            "decoding": [{"case": "256 x 1", "peer": "flash_kda", "gpu_us": 297.4, "share_of_bandwidth": 0.855}],
+        }
+        filled = record_readme.fill(filled, record, record_readme.DEEP_DIVE)
+        assert "| softplus | 481 | 1.07 |" in filled and "| 8192/64 | 310 | 310 | 320 |" in filled
+        assert "| 256 x 1 | flash_kda | 297 | 86% |" in filled
         assert "| 8x1024/96 | 768 | 1024 | 500 | 50% | 488 |" in filled
         assert "- fuzzer: not in the record\n- compute-sanitizer memcheck: exit status 9" in filled
         assert "racecheck" not in filled
