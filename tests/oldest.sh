@@ -5,7 +5,8 @@
 #     bash tests/oldest.sh [FOLDER]      default: build/oldest
 #
 # FLASH_KDA_PYTHON: a Python that PyTorch 2.4 runs on, 3.10 to 3.12. With nvcc the kernels of FLASH_KDA_CUDA_ARCHS
-# (default: 90a) are built, too. The host code is also read with the headers of CUDA 12.9, the oldest toolkit.
+# (default: 90a) are built, too. The host code is also read with the headers of CUDA 12.9, the oldest toolkit, and every
+# kernel compiled with its NVRTC.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 folder=$(realpath -m "${1:-$ROOT/build/oldest}")
@@ -22,23 +23,19 @@ mapfile -t oldest < <(sed -n '/^\[project.optional-dependencies\]/q; s/"\([a-z0-
 PYTHON=$folder/venv/bin/python
 "$PYTHON" -m pip install -q --disable-pip-version-check "${oldest[@]}" ninja wheel rich "numpy<2" pytest hypothesis
 # Apart, since PyTorch 2.4 has its own CUDA runtime.
-for package in runtime nvcc; do
-    [ -d "$folder/$package" ] || "$PYTHON" -m pip install -q --disable-pip-version-check --no-deps \
-        --target "$folder/$package" "nvidia-cuda-$package-cu12==12.9.*"
-done
+if [ ! -d "$folder/cuda-12.9" ]; then
+    mapfile -t packages < <("$PYTHON" -c 'import sys; sys.path[:0] = sys.argv[1:]; import cuda12
+print(*cuda12.PACKAGES, sep="\n")' "$ROOT/tests")
+    rm -rf "$folder/cuda-12.9.new"
+    "$PYTHON" -m pip install -q --disable-pip-version-check --no-deps --target "$folder/cuda-12.9.new" "${packages[@]}"
+    mv "$folder/cuda-12.9.new" "$folder/cuda-12.9"
+fi
 "$PYTHON" -m pip list --disable-pip-version-check | grep -E '^(torch|setuptools|pybind11|nvidia-cutlass|numpy) '
 
 rm -rf "$folder/project"
 PYTHONPATH=$ROOT/tests "$PYTHON" -c 'import sys, project_copy; project_copy.copy_project(sys.argv[1])' "$folder/project"
 cd "$folder/project"
-for source in csrc/api/*.cpp; do
-    "${CXX:-c++}" -fsyntax-only -std=c++20 -Wall -Wextra -Werror '-DFLASH_KDA_ARCHS="90a"' -DFLASH_KDA_HAS_SM90 -Icsrc \
-        -isystem "$folder/runtime/nvidia/cuda_runtime/include" -isystem "$folder/nvcc/nvidia/cuda_nvcc/include" \
-        -isystem "$("$PYTHON" -c 'import build_config; print(build_config.find_cutlass(build_config.Path.cwd()))')" \
-        -isystem "$("$PYTHON" -c 'import pybind11; print(pybind11.get_include())')" \
-        -isystem "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')" "$source"
-    echo "oldest: $source: the headers of CUDA 12.9 will do"
-done
+"$PYTHON" tests/cuda12.py "$folder/cuda-12.9"
 
 export PYTHONPATH=$folder/project
 tests=(tests/test_cpu.py tests/test_validation.py tests/test_recurrence.py tests/test_cli.py tests/test_build.py)

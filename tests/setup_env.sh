@@ -26,7 +26,10 @@ setup_env() {
     choose_archs "$1"
     if [ "$BUILT_ARCHS" != none ]; then
         build_kernels
-        if [ "$1" = test ] && ! has_cuobjdump; then install_missing binary; fi
+        if [ "$1" = test ]; then
+            has_cuobjdump || install_missing binary
+            install_cuda12
+        fi
     fi
     if [ "$1" != run ]; then install_missing "$1"; fi
     say "$("$PYTHON" -V), PyTorch $("$PYTHON" -c 'import torch; print(torch.__version__)'), kernels for $BUILT_ARCHS"
@@ -121,6 +124,20 @@ install_missing() {
         run | build) die "pip could not install ${missing[*]} for $PYTHON, and nothing works without" ;;
         *) say "pip could not install ${missing[*]}: the tests that need them are skipped" ;;
     esac
+}
+
+# The headers and the NVRTC of CUDA 12.9, the oldest toolkit, in a folder of their own: no environment is to have them
+# beside those of its PyTorch.
+install_cuda12() {
+    local folder=build/cuda-12.9 packages
+    [ ! -d $folder ] || return 0
+    mapfile -t packages < <("$PYTHON" -c 'import sys; sys.path.insert(0, "tests"); import cuda12
+print(*cuda12.PACKAGES, sep="\n")')
+    say "installing CUDA 12.9's headers and NVRTC into $folder"
+    rm -rf $folder.new
+    "$PYTHON" -m pip install -q --disable-pip-version-check --retries 1 --no-deps --target $folder.new \
+        "${packages[@]}" && mv $folder.new $folder ||
+        say "pip could not install ${packages[*]}: the tests that need them are skipped"
 }
 
 # Sets HAVE_GPU, and BUILT_ARCHS to what is to be built: what FLASH_KDA_CUDA_ARCHS says, else the GPU's arch, else,
