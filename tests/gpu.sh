@@ -11,9 +11,8 @@ SANITIZER_TOOLS="memcheck racecheck initcheck synccheck"
 SANITIZER_SECONDS=280
 FUZZ_CASES=2000
 FUZZ_SEED=0
-FUZZ_SECONDS=170
-# Ours are measured first, FLA, which tunes its kernels for every head count and form, as far as this reaches: it needs
-# about three minutes where its kernels are compiled.
+FUZZ_SECONDS=250
+# Ours are measured first, FLA, which tunes its kernels for every head count and form, as far as this reaches.
 BENCHMARK_SECONDS=300
 COMPILE_SECONDS=280
 # Tests beside the rest, each line a pytest of its own, named by its first word: those of segments, because they are

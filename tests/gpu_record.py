@@ -161,13 +161,19 @@ def describe(error):
 
 
 def make_record(junit, benchmark, features, fuzz, sanitizer, steps):
-    """The record of one gpu.sh run; steps: {step: "ok" or what went wrong}. A missing file is a step that failed."""
+    """The record of one gpu.sh run; steps: {step: "ok" or what went wrong}. A missing file is a step that failed.
+
+    junit: one file a run of tests, with the name of its step.
+    """
     steps = dict(steps)
-    tests, errors, notes = {"run": 0, "passed": 0, "failed": 0, "skipped": 0, "unpassed": []}, {}, {}
-    try:
-        tests, errors, notes = read_junit(junit)
-    except (OSError, ElementTree.ParseError) as error:
-        steps["tests"] = f"no results: {describe(error)}"
+    readable = []
+    for path in map(Path, junit):
+        try:
+            ElementTree.parse(path)
+            readable.append(path)
+        except (OSError, ElementTree.ParseError) as error:
+            steps[path.stem] = f"no results: {describe(error)}"
+    tests, errors, notes = read_junit(readable)
     results = {"benchmark": {}, "features": {}, "fuzz": None}
     for name, path in (("benchmark", benchmark), ("features", features), ("fuzz", fuzz)):
         try:

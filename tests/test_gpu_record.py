@@ -279,6 +279,16 @@ class TestMaking:
         text = gpu_record.summary(record)
         assert "result: " in text and "result: passed" not in text
 
+    def test_a_run_of_tests_without_results_takes_none_from_the_others(self, results):
+        record = gpu_record.make_record(
+            [results / "fla.xml", results / "tests.xml"],
+            *(results / f"{name}.json" for name in ("benchmark", "features", "fuzz")),
+            results,
+            [("tests", "ok"), ("fla", "exit status 4")],
+        )
+        assert record["tests"]["passed"] == 4 and record["errors"] == {"portable, random: out": 0.004}
+        assert gpu_record.problems(record) == ["fla: no results: FileNotFoundError: No such file or directory"]
+
     def test_racecheck_may_leave_out_parts_and_says_so(self, results):
         (results / "racecheck sm90.status").write_text("0\n")
         (results / "racecheck sm90.log").write_text("sm90, short: 29 calls\nsm90, left out: long, general\n")
