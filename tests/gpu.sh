@@ -84,9 +84,9 @@ run_sanitizer() {
         echo missing >"$output/$name.status"
         return
     fi
-    # racecheck follows the lane that arrives at a barrier alone. In the sm90 kernels one lane hands a stage back for its
-    # warp, after a __syncwarp that racecheck does not connect with it: calls that fill a stage again are left out. The
-    # record says which parts ran, from the program's output; the other tools run all of them.
+    # racecheck follows the lane that arrives at a barrier alone. In the sm90 kernels one lane hands a stage back for
+    # its warp, after a __syncwarp that racecheck does not connect with it: calls that fill a stage again are left out.
+    # The record says which parts ran, from the program's output; the other tools run all of them.
     local parts=""  # all that the schedule has
     if [ "$name" = "racecheck sm90" ]; then parts="short"; fi
     if [ "$name" = "racecheck segments" ]; then parts="short cut"; fi
@@ -99,8 +99,8 @@ run_sanitizer() {
 }
 
 run_tests() {
-    "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider --tb=short --durations=40 --junitxml="$output/$1.xml" \
-        -o junit_family=xunit1 "${@:2}"
+    "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider --tb=short --durations=40 --durations-min=1 \
+        --junitxml="$output/$1.xml" -o junit_family=xunit1 "${@:2}"
 }
 
 run_fuzz() {
@@ -108,8 +108,8 @@ run_fuzz() {
         --json "$output/fuzz.json"
 }
 
-# What the benchmark will need of FLA, where nobody else wants a core. No check: what is not compiled by then is compiled
-# where it is timed.
+# What the benchmark will need of FLA, where nobody else wants a core. No check: what is not compiled by then is
+# compiled where it is timed.
 compile_fla() {
     timeout "$COMPILE_SECONDS" nice "$PYTHON" -m benchmarks.warm_fla >"$output/warm_fla.log" 2>&1
 }
