@@ -74,6 +74,14 @@ def test_gate_sweep(change):
     assert_accurate(x | {"g": x["g"].bfloat16()})
 
 
+@pytest.mark.parametrize("A_log", [88.0, 89.0, 300.0])
+def test_a_slope_beyond_fp32(A_log):
+    """The gate is a step then, half way where g + dt_bias is 0."""
+    x = make_inputs("random", 1, 100, 2, "cpu", state_dtype=torch.float32)
+    x |= {"g": torch.sign(x["g"]).where(x["g"].abs() > 0.4, 0), "dt_bias": torch.zeros(2, 128)}
+    assert_accurate(x | {"A_log": torch.full((2,), A_log)})
+
+
 @pytest.mark.parametrize("lower_bound", [-5.0, -1e-3])
 def test_saturated_gates_and_no_decay_over_thousands_of_tokens(lower_bound):
     x = make_inputs("random", 1, 4096, 1, "cpu", state_dtype=torch.float32)
