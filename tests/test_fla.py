@@ -185,6 +185,26 @@ def test_strided_views_arrive_and_are_served(kda):
         assert_same_bits(x, expected, name)
 
 
+def test_example_of_the_readme(kda, monkeypatch):
+    """After that of the call, whose bits it gives: by FLA's own adapter, and, registered, by ours."""
+    from inspect import unwrap
+
+    from fla import backends
+    from test_readme import examples, run
+
+    (call,), (dispatched, register) = examples("The call"), examples("With flash-linear-attention")
+    if hasattr(backends, "register"):
+        registry = backends._function_registries[unwrap(kda.chunk_kda)]
+        monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+        blocks = ([dispatched], [register, dispatched])
+    else:
+        blocks = ([dispatched],)
+    for more in blocks:
+        names = run([call, "expected = out, state\n", *more])
+        for name, expected in zip(("out", "final_state"), names["expected"], strict=True):
+            assert_same_bits(names[name], expected, f"{name}, {len(more)} blocks")
+
+
 @pytest.fixture
 def registered(kda, monkeypatch):
     """flash_kda.integrations.fla in place of FLA's own backend, for one test; a list of the calls that it serves."""
