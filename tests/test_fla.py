@@ -286,8 +286,28 @@ def recurrence_with_states(inputs, cu_seqlens, **options):
     return recurrence(**inputs, cu_seqlens=cu_seqlens, checkpoint_interval=64, checkpoint_at="start", **options)
 
 
+def test_signature_is_that_of_this_fla(kda):
+    from inspect import Parameter, signature, unwrap
+
+    import fla
+
+    if tuple(map(int, fla.__version__.split(".")[:2])) < (0, 6):
+        pytest.skip(f"flash_kda.chunk_kda has the signature of 0.6, found {fla.__version__}")
+    theirs, ours = (
+        [(x.name, x.default) for x in signature(f).parameters.values() if x.kind is Parameter.POSITIONAL_OR_KEYWORD]
+        for f in (unwrap(kda.chunk_kda), flash_kda.chunk_kda)
+    )
+    assert ours == theirs
+
+
 def test_registered_backend_declines(kda, registered):
+    """What it declines goes on to FLA, which here has its own reason against it."""
     from flash_kda.integrations.fla import why_not
+
+    steep = case("long", False)[0] | {"lower_bound": -7.0}
+    with torch.inference_mode(), pytest.raises(ValueError, match="lower_bound"):
+        kda.chunk_kda(**steep, **RAW_FLAGS, safe_gate=True)
+    assert registered == []
 
     inputs, _ = case("long", False)
     with torch.inference_mode():

@@ -9,6 +9,7 @@ import sys
 import types
 
 import pytest
+import schedules
 import torch
 from accuracy import BOUNDS
 from guarded import assert_same_bits
@@ -118,6 +119,49 @@ def test_intermediate_states(device, form, state_v_first):
     assert relative_error(out, expected_out) < out_bound(device)
     assert relative_error(state, expected_state) < state_bound(device)
     assert relative_error(h, expected) < max(2e-3, state_bound(device))
+
+
+@pytest.mark.parametrize("device", schedules.and_cpu(schedules.SCHEDULES)[1:], indirect=True)
+class TestWithoutWaiting:
+    """Intermediate states of packed sequences where the host does not ask the device how many there are."""
+
+    @staticmethod
+    def call(x, cu_seqlens, **more):
+        more |= {"output_final_state": True, "return_intermediate_states": True, "state_v_first": True}
+        return flash_kda.chunk_kda(**x, **RAW, **more, cu_seqlens=cu_seqlens)
+
+    @pytest.mark.parametrize("form", ["lengths on the host", "static"])
+    def test_nothing_is_waited_for(self, device, form):
+        x, cu_seqlens = inputs(device)
+        more = {"use_graph": True} if form == "static" else {"cu_seqlens_cpu": cu_seqlens.cpu()}
+        expected = self.call(x, cu_seqlens, **more)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                self.call(x, cu_seqlens)
+            results = self.call(x, cu_seqlens, **more)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for y, ref in zip(results[:2], expected[:2], strict=True):
+            assert_same_bits(y, ref, "out or final_state")
+
+    def test_a_graph_replayed_with_other_lengths(self, device):
+        x, cu_seqlens = inputs(device)
+        more = {"use_graph": True, "max_num_seqs": len(LENGTHS)}
+        self.call(x, cu_seqlens, **more)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = self.call(x, cu_seqlens, **more)
+        for lengths in ([1, 64, 0, 130, 70], [265, 0, 0, 0, 0], LENGTHS):
+            cu_seqlens.copy_(cu_seqlens_of(lengths, device))
+            graph.replay()
+            expected = self.call(x, cu_seqlens)
+            rows = expected[2].shape[1]
+            assert rows == sum(-(-length // 64) for length in lengths)
+            results = (*captured[:2], captured[2][:, :rows])
+            for name, y, ref in zip(("out", "final_state", "h"), results, expected, strict=True):
+                assert_same_bits(y, ref, f"{name}, {lengths}")
 
 
 @pytest.mark.parametrize("form", ["packed", "lengths on the host", "static"])

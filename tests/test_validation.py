@@ -206,6 +206,15 @@ def test_row_strides(call, name, dimension):
     rejects(call, ValueError, rf"^{name}: expected a (token|head) stride that is a multiple of 8 elements", **{name: x})
 
 
+@pytest.mark.parametrize("name", TOKEN_TENSORS)
+def test_batch_stride(name):
+    x = make_inputs("random", 2, T, H, "cpu")
+    x |= {"out": torch.full_like(x["q"], 7.0), "final_state": torch.full((2, H, 128, 128), 7.0), "cu_seqlens": None}
+    wide = torch.full((2, T * H * 128 + 4), 7.0, dtype=torch.bfloat16)[:, :-4].view(2, T, H, 128)
+    message = rf"^{name}: expected a batch stride that is a multiple of 8 elements \(16 bytes\), got {T * H * 128 + 4} "
+    rejects(x, ValueError, message, **{name: wide})
+
+
 @pytest.mark.parametrize("name", ["A_log", "dt_bias", *STATES, "cu_seqlens"])
 def test_contiguous(call, name):
     strided = call[name].repeat_interleave(2, -1)[..., ::2]
