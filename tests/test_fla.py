@@ -51,7 +51,7 @@ def ours(inputs, cu_seqlens=None):
     return out, state
 
 
-def triton(kda, monkeypatch, inputs, cu_seqlens=None):
+def triton(kda, monkeypatch, inputs, cu_seqlens=None, **more):
     from fla_dispatch import KERNEL_FLAGS
 
     def refuse(*args, **kwargs):
@@ -60,7 +60,7 @@ def triton(kda, monkeypatch, inputs, cu_seqlens=None):
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setenv("FLA_FLASH_KDA", "0")
         patch.setattr(flash_kda, "fwd", refuse)
-        return kda.chunk_kda(**inputs, **KERNEL_FLAGS, cu_seqlens=cu_seqlens)
+        return kda.chunk_kda(**inputs, **KERNEL_FLAGS, **more, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "packed"])
@@ -78,6 +78,20 @@ def test_more_accurate_than_triton(kda, kind, packed, monkeypatch, record_proper
         assert fla_error <= FLA_BOUND, f"FLA and the fp64 recurrence disagree on {part}: {fla_error}"
         assert error <= BOUNDS[kind][i]
         assert error <= fla_error, f"{part}: ours {error}, FLA's {fla_error}"
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "packed"])
+def test_results_are_shaped_like_those_of_triton(kda, packed, monkeypatch):
+    """Intermediate states included: which they are, their order and their dtype."""
+    from fla_dispatch import KERNEL_FLAGS
+
+    inputs, cu_seqlens = case("long", packed)
+    more = {"return_intermediate_states": True}
+    theirs = triton(kda, monkeypatch, inputs, cu_seqlens, **more)
+    ours = flash_kda.chunk_kda(**inputs, **KERNEL_FLAGS, **more, cu_seqlens=cu_seqlens)
+    for name, x, ref in zip(("out", "final_state", "h"), ours, theirs, strict=True):
+        assert (x.shape, x.dtype, x.is_contiguous()) == (ref.shape, ref.dtype, ref.is_contiguous()), name
+        assert relative_error(x, ref) <= 2 * FLA_BOUND, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
