@@ -1,6 +1,7 @@
 """The CPU path of `flash_kda.fwd` against the fp64 recurrence, and the invariants that every path keeps."""
 
 import timeit
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -341,6 +342,17 @@ def test_twenty_runs_give_the_same_bits():
     for _ in range(19):
         again, state = run(x)
         assert torch.equal(again, out) and torch.equal(state, final_state)
+
+
+def test_threads_at_once():
+    """Each has a workspace of its own, which calls of different shapes and gates fill."""
+    calls = [make_inputs("long", 1, 150 + 37 * i, 3, "cpu", i, torch.float32) for i in range(4)]
+    calls[1]["lower_bound"] = calls[2]["lower_bound"] = None
+    expected = [run(x) for x in calls]
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for i, results in zip([0, 1, 2, 3] * 10, pool.map(run, calls * 10), strict=True):
+            for x, reference in zip(results, expected[i], strict=True):
+                assert torch.equal(x, reference), f"call {i}"
 
 
 @pytest.mark.parametrize("cut", [16, 63, 64, 65])
