@@ -136,7 +136,8 @@ def _gate(A_log, dt_bias, lower_bound, H, options):
     """
     A_log = torch.zeros(H, **_FP32) if A_log is None else A_log
     dt_bias = torch.zeros(H, 128, **_FP32) if dt_bias is None else dt_bias.view(H, 128)
-    negated_slope, bias = A_log.exp().neg()[:, None, None], dt_bias[:, None, :]
+    # Finite: 0 times it has to be 0.
+    negated_slope, bias = A_log.exp().clamp(max=FLOAT32_MAX).neg()[:, None, None], dt_bias[:, None, :]
     ones = torch.ones(CHUNK, CHUNK, **_FP32)
     sums = torch.cat((ones.tril(), ones.triu(1)))
 
@@ -148,8 +149,8 @@ def _gate(A_log, dt_bias, lower_bound, H, options):
         # overflow.
         g.add_(bias).clamp_(max=FLOAT32_MAX)
         small = torch.add(g, A_log[:, None, None]).exp_().neg_()
-        slope = negated_slope.clamp(min=-FLOAT32_MAX)
-        return g.copy_(torch.where(g < -15, small, slope * torch.nn.functional.softplus(g))).clamp_(min=STRONGEST_DECAY)
+        large = negated_slope * torch.nn.functional.softplus(g)
+        return g.copy_(torch.where(g < -15, small, large)).clamp_(min=STRONGEST_DECAY)
 
     if options.gate == "log":
         return lambda g: g.clamp_(min=STRONGEST_DECAY), sums, False

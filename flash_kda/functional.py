@@ -6,6 +6,7 @@ from flash_kda.interface import checkpoint_offsets, fwd
 from flash_kda.validation import ALIGNMENT, HEAD_DIM, check_dtype
 
 STATE_INTERVAL = 64  # tokens between the intermediate states, flash-linear-attention's chunk
+CHUNK_SIZES = (32, 64)  # what flash-linear-attention takes
 
 
 def chunk_kda(
@@ -51,7 +52,7 @@ def chunk_kda(
         output_final_state: whether to return the final state.
         use_gate_in_kernel: g is raw; A_log [HV] and dt_bias [HV * K] or [HV, K] (None is 0) go with it. The gate is
             lower_bound * sigmoid(exp(A_log) * (g + dt_bias)), or -exp(A_log) * softplus(g + dt_bias) where lower_bound
-            is None.
+            is None. A_log may have dimensions of size 1 besides.
         allow_neg_eigval: 2 * sigmoid(beta); only with use_beta_sigmoid_in_kernel.
         safe_gate: with use_gate_in_kernel it requires lower_bound; it changes no result here, where every gate is safe.
         lower_bound: in [-5, 0).
@@ -63,13 +64,14 @@ def chunk_kda(
             upper bound, so that nothing waits for the device and the call can be captured.
         disable_recompute: accepted; it concerns a backward pass.
         cp_context: None; context parallelism is not supported.
-        chunk_size: 64 with return_intermediate_states.
+        chunk_size: 64 with return_intermediate_states; else 64 or 32, and it changes no result.
 
     Returns:
         out: bf16 [B, T, HV, V]. Rows that no sequence covers hold anything.
         final_state: fp32 [N, HV, K, V] ([N, HV, V, K] with state_v_first), or None.
         h: with return_intermediate_states only, bf16 [B, NT, HV, K, V] (or [V, K]): the states before every 64 tokens,
-            NT = ceil(T / 64), or the sum over the packed sequences (B = 1).
+            NT = ceil(T / 64), or the sum over the packed sequences (B = 1). With use_graph rows past that sum hold
+            anything.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `flash_kda.fwd` does, whose limits are those of this call.
@@ -82,12 +84,20 @@ def chunk_kda(
         raise ValueError("A_log: expected a tensor with use_gate_in_kernel=True and lower_bound=None, got None")
     if return_intermediate_states and chunk_size != STATE_INTERVAL:
         raise ValueError(f"chunk_size: expected {STATE_INTERVAL} with return_intermediate_states, got {chunk_size}")
+    if chunk_size not in CHUNK_SIZES:
+        raise ValueError(f"chunk_size: expected one of {', '.join(map(str, CHUNK_SIZES))}, got {chunk_size}")
     # What has to hold before `fwd` can look at it.
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         _check_tensor(name, x, "a torch.Tensor")
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("initial_state", initial_state)):
         if x is not None:
             _check_tensor(name, x)
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if x is not None and not x.is_floating_point():
+            raise TypeError(f"{name}: expected a floating-point dtype, got {x.dtype}")
+    # FLA reads it as [HV * K] whatever its shape is: [K, HV] would be other numbers than meant.
+    if dt_bias is not None and dt_bias.dim() > 1 and dt_bias.shape[-1] != HEAD_DIM:
+        raise ValueError(f"dt_bias: expected shape [HV * {HEAD_DIM}] or [HV, {HEAD_DIM}], got {list(dt_bias.shape)}")
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("initial_state", initial_state)):
         if x is not None and x.dim() != 4:
             raise ValueError(f"{name}: expected four dimensions, got shape {list(x.shape)}")
@@ -139,7 +149,7 @@ def chunk_kda(
     fwd(
         *(_served(x) for x in (q, k, v, g)),
         beta,
-        q.shape[-1] ** -0.5 if scale is None else scale,
+        HEAD_DIM**-0.5 if scale is None else scale,
         out,
         initial_state=initial_state,
         final_state=final_state,
@@ -155,7 +165,7 @@ def chunk_kda(
     if not return_intermediate_states:
         return out, final_state
     h = layout(checkpoints["checkpoints"])
-    return out, final_state, h.view(B, -1, *h.shape[1:]) if cu_seqlens is None else h[None]
+    return out, final_state, h.unflatten(0, (B, -(-T // STATE_INTERVAL))) if cu_seqlens is None else h[None]
 
 
 def _check_tensor(name, x, expected="a torch.Tensor or None"):
@@ -179,9 +189,14 @@ def _state_rows(B, T, cu_seqlens, cu_seqlens_cpu, use_graph, device):
     if cu_seqlens is None:
         offsets = checkpoint_offsets(torch.full((B,), T, device=device), STATE_INTERVAL, "start")
         return offsets, B * (-(-T // STATE_INTERVAL))
-    offsets = checkpoint_offsets(cu_seqlens.diff(), STATE_INTERVAL, "start")
+    offsets = _packed_offsets(cu_seqlens, T)
     if use_graph:
-        return offsets, -(-T // STATE_INTERVAL) + len(cu_seqlens) - 2
-    if cu_seqlens_cpu is not None:
-        return offsets, int(checkpoint_offsets(cu_seqlens_cpu.diff(), STATE_INTERVAL, "start")[-1])
-    return offsets, int(offsets[-1])
+        return offsets, max(0, -(-T // STATE_INTERVAL) + len(cu_seqlens) - 2)
+    return offsets, int((offsets if cu_seqlens_cpu is None else _packed_offsets(cu_seqlens_cpu, T))[-1])
+
+
+def _packed_offsets(cu_seqlens, T):
+    """Checkpoint offsets of packed sequences, whose entries are clamped as `fwd` clamps them."""
+    start = cu_seqlens[:-1].clamp(0, T)
+    length = (cu_seqlens[1:].clamp(max=T) - start).clamp(min=0)
+    return checkpoint_offsets(length, STATE_INTERVAL, "start")

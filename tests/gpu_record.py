@@ -27,6 +27,10 @@ FORMAT = 1
 FUZZ_CASES = 2000
 # Where parts of tests/sanitizer_grid.py may be left out; tests/gpu.sh says why.
 MAY_LEAVE_OUT = ("racecheck segments", "racecheck sm90")
+# What benchmarks.features is held to: the softplus gate's time over the plain call's, and, decoding one token of each
+# sequence, the share of the copy bandwidth. In no case of decoding may FLA be faster.
+MOST_OVER_PLAIN = ("softplus", 1.3)
+LEAST_SHARE = ("256 x 1 tokens, 32 heads", 0.7)
 
 
 def read_junit(paths):
@@ -152,6 +156,30 @@ def problems(record):
     for row in record["benchmark"].get("rows", []):
         if row.get("error") and row["peer"].startswith("flash_kda"):
             found.append(f"benchmark {row['case']}, {row['gate']}, {row['peer']}: {row['error']}")
+    return found + problems_of_features(record.get("features"))
+
+
+def problems_of_features(features):
+    """Which of their targets the results of benchmarks.features miss."""
+    if not features:
+        return []  # the step that failed says so
+    name, most = MOST_OVER_PLAIN
+    ratios = [row["over_plain"] for row in features["gates"] if row["case"] == name]
+    found = [f"features: {name}: {ratio:.2f} times plain, at most {most}" for ratio in ratios if ratio > most]
+    cases = {}
+    for row in features["decoding"]:
+        cases.setdefault(row["case"], {})[row["peer"]] = row
+    name, least = LEAST_SHARE
+    share = cases[name]["flash_kda"]["share_of_bandwidth"] if name in cases else 0
+    if not ratios or name not in cases:
+        found.append(f"features: no results of {MOST_OVER_PLAIN[0]} or of {name}")
+    elif share < least:
+        found.append(f"features: decoding {name}: {share:.0%} of the copy bandwidth, at least {least:.0%}")
+    for name, rows in cases.items():
+        for peer, row in rows.items():
+            if row["gpu_us"] < rows["flash_kda"]["gpu_us"]:
+                ours = rows["flash_kda"]["gpu_us"]
+                found.append(f"features: decoding {name}: {ours:.0f} us, {peer} {row['gpu_us']:.0f} us")
     return found
 
 

@@ -14,6 +14,7 @@ OPEN_PROBLEMS = {
     "fuzz: exit status 1": "the two calls below, of 2000",
     "fuzz: python tests/fuzz.py --seed 0 --case 667 ": _BOUND,
     "fuzz: python tests/fuzz.py --seed 0 --case 1012 ": _BOUND,
+    "features: softplus: 1.50 times plain": "of older kernels, from before softplus was a running product",
 }
 
 # Sources that were landed without a record of their own: {digest of csrc: why}. The record is then of older ones. Any

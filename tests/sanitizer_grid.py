@@ -84,12 +84,15 @@ def long():
 
 
 def general_call(lengths, H, HV=None, state_dtype=torch.float32, rows=None, **options):
-    """A packed call with HV heads of v; the states are pools of `rows` rows if that is given."""
+    """A packed call with HV heads of v; with `rows` in place of a pool of as many rows, which lie apart."""
     T, N = sum(lengths), len(lengths)
     inputs = make_inputs("long", 1, T, HV or H, "cuda", T, state_dtype, N=rows or N)
     inputs["q"], inputs["k"] = inputs["q"][:, :, :H].contiguous(), inputs["k"][:, :, :H].contiguous()
     cu_seqlens = cu_seqlens_of(lengths, "cuda").to(torch.int32)
     out, state = torch.empty_like(inputs["v"]), inputs["initial_state"].clone()
+    if rows:
+        pool = state.new_empty(rows, state[0].numel() + 64)[:, :-64].unflatten(1, state.shape[1:])
+        inputs["initial_state"] = state = pool.copy_(state)
     flash_kda.fwd(**inputs | {"out": out, "final_state": state, "cu_seqlens": cu_seqlens} | options)
 
 
@@ -115,8 +118,9 @@ def general():
     os.environ["FLASH_KDA_SCHEDULE"] = "auto"
     general_call([1, 2, 1], 2, rows=4, state_indices=indices(3, -1, 0))
     general_call([1, 2, 1], 2, rows=4, state_indices=indices(3, -1, 0), **strong)
+    general_call([0, 3, 1], 1, HV=2, state_dtype=torch.bfloat16, rows=4, state_indices=indices(1, 2, 5))
     os.environ["FLASH_KDA_SCHEDULE"] = schedule
-    return 11
+    return 12
 
 
 @contextmanager

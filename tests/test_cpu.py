@@ -1,6 +1,7 @@
 """The CPU path of `flash_kda.fwd` against the fp64 recurrence, and the invariants that every path keeps."""
 
 import timeit
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -72,6 +73,14 @@ def gate_sweep():
 def test_gate_sweep(change):
     x = make_inputs("random", 1, 256, 2, "cpu", state_dtype=torch.float32) | change
     assert_accurate(x | {"g": x["g"].bfloat16()})
+
+
+@pytest.mark.parametrize("A_log", [88.0, 89.0, 300.0])
+def test_a_slope_beyond_fp32(A_log):
+    """The gate is a step then, half way where g + dt_bias is 0."""
+    x = make_inputs("random", 1, 100, 2, "cpu", state_dtype=torch.float32)
+    x |= {"g": torch.sign(x["g"]).where(x["g"].abs() > 0.4, 0), "dt_bias": torch.zeros(2, 128)}
+    assert_accurate(x | {"A_log": torch.full((2,), A_log)})
 
 
 @pytest.mark.parametrize("lower_bound", [-5.0, -1e-3])
@@ -333,6 +342,17 @@ def test_twenty_runs_give_the_same_bits():
     for _ in range(19):
         again, state = run(x)
         assert torch.equal(again, out) and torch.equal(state, final_state)
+
+
+def test_threads_at_once():
+    """Each has a workspace of its own, which calls of different shapes and gates fill."""
+    calls = [make_inputs("long", 1, 150 + 37 * i, 3, "cpu", i, torch.float32) for i in range(4)]
+    calls[1]["lower_bound"] = calls[2]["lower_bound"] = None
+    expected = [run(x) for x in calls]
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for i, results in zip([0, 1, 2, 3] * 10, pool.map(run, calls * 10), strict=True):
+            for x, reference in zip(results, expected[i], strict=True):
+                assert torch.equal(x, reference), f"call {i}"
 
 
 @pytest.mark.parametrize("cut", [16, 63, 64, 65])

@@ -52,6 +52,18 @@ def assert_accurate(x, cu_seqlens=None, **options):
     return results
 
 
+# Every schedule, and auto, which has a kernel for decoding.
+GPU_WITH_DECODING = schedules.and_cpu((*schedules.SCHEDULES, "auto"))[1:]
+
+
+def needs_memory(size):
+    """Skips a test on a GPU with less than that many bytes free."""
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    if free < size:
+        pytest.skip(f"needs {size / 1e9:.0f} GB of free device memory, {free / 1e9:.0f} GB are free")
+
+
 class TestStatePool:
     INDICES = [5, -1, 0, 7, -1, 3]
 
@@ -143,26 +155,27 @@ class TestStatePool:
         rest[2] = pool[2]
         assert_same_bits(other.contiguous(), rest.contiguous(), "final_state")
 
-    @pytest.mark.gpu
-    def test_offsets_beyond_2_to_the_31(self, device):
-        """Row 70000 of a bf16 pool of one head begins at element 1.15e9; with a wide pitch, row 9000 at 2.36e9."""
-        if device == "cpu":
-            pytest.skip("the CPU path indexes with PyTorch")
-        pitch = 262144
-        if torch.cuda.mem_get_info()[0] < 6e9:
-            pytest.skip("needs 6 GB of free device memory")
-        buffer = torch.zeros(9100, pitch, dtype=torch.bfloat16, device="cuda")
+    @pytest.mark.parametrize("device", GPU_WITH_DECODING, indirect=True)
+    @pytest.mark.parametrize("lengths", [[40, 30], [1, 3]], ids=["prefill", "decoding"])
+    def test_offsets_beyond_2_to_the_31(self, device, lengths):
+        """Rows of 2^14 numbers 2^18 apart: row 9000 begins at element 2.36e9. The bits of a small pool, and no other
+        row is written."""
+        needs_memory(12e9)
+        buffer = torch.zeros(9100, 2**18, dtype=torch.bfloat16, device=device)
         pool = buffer[:, : HEAD_DIM * HEAD_DIM].view(9100, 1, HEAD_DIM, HEAD_DIM)
-        x, cu_seqlens = packed(device, [40, 30], H=1, dtype=torch.bfloat16)
-        rows = torch.tensor([9000, 8200], device="cuda")
+        x, cu_seqlens = packed(device, lengths, H=1, dtype=torch.bfloat16)
+        rows = torch.tensor([9000, 8200], device=device)
         pool[rows] = x["initial_state"]
-        expected_out, expected_state = fwd(x, cu_seqlens, torch.bfloat16)
-        out = torch.empty_like(x["v"])
-        states = {"initial_state": pool, "final_state": pool}
-        flash_kda.fwd(**x | states, out=out, cu_seqlens=cu_seqlens, state_indices=rows)
-        assert_same_bits(out, expected_out, "out")
-        assert_same_bits(pool[rows], expected_state, "final_state")
-        assert int(buffer.any(1).sum()) == 2
+        results = []
+        for states, indices in ((x["initial_state"].clone(), torch.arange(2, device=device)), (pool, rows)):
+            out = torch.full_like(x["v"], torch.nan)
+            states_in_place = {"initial_state": states, "final_state": states}
+            flash_kda.fwd(**x | states_in_place, out=out, cu_seqlens=cu_seqlens, state_indices=indices)
+            results.append((out, states[indices]))
+        assert_same(results[1], results[0])
+        assert not torch.equal(results[0][1], x["initial_state"])
+        pool[rows] = 0
+        assert not bool(buffer.any())
 
 
 class TestCheckpoints:
@@ -251,6 +264,26 @@ class TestCheckpoints:
             cut = 64 * (i + 1)
             tail = x | {name: x[name][:, cut:].clone() for name in TOKEN_INPUTS}
             assert_same(fwd(tail | {"initial_state": checkpoints[i : i + 1].clone()}), (out[:, cut:], state))
+
+    @pytest.mark.parametrize("device", GPU_WITH_DECODING, indirect=True)
+    @pytest.mark.parametrize("pooled", [False, True])
+    def test_rows_beyond_2_to_the_31(self, device, pooled):
+        """Row 140000 of one head begins at element 2.29e9. With a pool, auto takes the kernel for decoding."""
+        needs_memory(12e9)
+        x, cu_seqlens = packed(device, [0] * 50 + [130], H=1)
+        if pooled:
+            x["state_indices"] = torch.arange(51, device=device)
+        options = {"checkpoint_interval": 64, "out": torch.empty_like(x["v"]), "cu_seqlens": cu_seqlens}
+        options["final_state"] = torch.empty_like(x["initial_state"])
+        near = torch.zeros(2, 1, HEAD_DIM, HEAD_DIM, dtype=torch.bfloat16, device=device)
+        flash_kda.fwd(**x, **options, checkpoints=near)
+        far = torch.zeros(140_003, 1, HEAD_DIM, HEAD_DIM, dtype=torch.bfloat16, device=device)
+        offsets = torch.tensor([140_000] * 51 + [140_002], device=device)
+        flash_kda.fwd(**x, **options, checkpoints=far, checkpoint_offsets=offsets)
+        assert bool(near.any()) and near.isfinite().all()
+        assert_same_bits(far[140_000:140_002], near, "checkpoints")
+        far[140_000:140_002] = 0
+        assert not bool(far.any())
 
 
 class TestCuSeqlens:
@@ -636,6 +669,27 @@ class TestDecoding:
         _, state, expected = recurrence(**x, cu_seqlens=cu_seqlens, checkpoint_interval=64)
         bound = CPU_BOUNDS[1] if device == "cpu" else BOUNDS["long"][1]
         assert relative_error(checkpoints, expected) < bound and relative_error(pool, state) < bound
+
+
+@pytest.mark.parametrize("device", schedules.and_cpu(schedules.SETTINGS)[1:], indirect=True)
+@pytest.mark.parametrize("T", [1, 16])
+def test_decoding_512_sequences_of_96_heads(device, T):
+    """States of 3.2 GB in place: all outputs are written, some sequences are checked with the recurrence."""
+    needs_memory(24e9)
+    N, H = 512, 96
+    x = make_inputs("long", N, T, H, device, 8, torch.float32)
+    pool = torch.cat((x["initial_state"], x["initial_state"][:1]))
+    rows = torch.randperm(N, generator=torch.Generator().manual_seed(0)).to(device)
+    out = torch.full_like(x["v"], torch.nan)
+    flash_kda.fwd(**x | {"initial_state": pool}, out=out, final_state=pool, state_indices=rows)
+    assert bool(out.isfinite().all()) and bool(pool.isfinite().all())
+    assert_same_bits(pool[N], x["initial_state"][0], "the row that no sequence names")
+    some = [0, 1, 255, 256, 510, 511]
+    part = x | {name: x[name][some] for name in TOKEN_INPUTS}
+    expected_out, expected_state = recurrence(**part | {"initial_state": x["initial_state"][rows[some]]})
+    assert relative_error(out[some], expected_out) < BOUNDS["long"][0]
+    assert relative_error(pool[rows[some]], expected_state) < BOUNDS["long"][1]
+    assert bool((pool[:N] != x["initial_state"]).flatten(1).any(1).all()), "a row was not written"
 
 
 @pytest.mark.gpu

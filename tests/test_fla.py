@@ -51,7 +51,7 @@ def ours(inputs, cu_seqlens=None):
     return out, state
 
 
-def triton(kda, monkeypatch, inputs, cu_seqlens=None):
+def triton(kda, monkeypatch, inputs, cu_seqlens=None, **more):
     from fla_dispatch import KERNEL_FLAGS
 
     def refuse(*args, **kwargs):
@@ -60,7 +60,7 @@ def triton(kda, monkeypatch, inputs, cu_seqlens=None):
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setenv("FLA_FLASH_KDA", "0")
         patch.setattr(flash_kda, "fwd", refuse)
-        return kda.chunk_kda(**inputs, **KERNEL_FLAGS, cu_seqlens=cu_seqlens)
+        return kda.chunk_kda(**inputs, **KERNEL_FLAGS, **more, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "packed"])
@@ -78,6 +78,20 @@ def test_more_accurate_than_triton(kda, kind, packed, monkeypatch, record_proper
         assert fla_error <= FLA_BOUND, f"FLA and the fp64 recurrence disagree on {part}: {fla_error}"
         assert error <= BOUNDS[kind][i]
         assert error <= fla_error, f"{part}: ours {error}, FLA's {fla_error}"
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one sequence", "packed"])
+def test_results_are_shaped_like_those_of_triton(kda, packed, monkeypatch):
+    """Intermediate states included: which they are, their order and their dtype."""
+    from fla_dispatch import KERNEL_FLAGS
+
+    inputs, cu_seqlens = case("long", packed)
+    more = {"return_intermediate_states": True}
+    theirs = triton(kda, monkeypatch, inputs, cu_seqlens, **more)
+    ours = flash_kda.chunk_kda(**inputs, **KERNEL_FLAGS, **more, cu_seqlens=cu_seqlens)
+    for name, x, ref in zip(("out", "final_state", "h"), ours, theirs, strict=True):
+        assert (x.shape, x.dtype, x.is_contiguous()) == (ref.shape, ref.dtype, ref.is_contiguous()), name
+        assert relative_error(x, ref) <= 2 * FLA_BOUND, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -185,6 +199,26 @@ def test_strided_views_arrive_and_are_served(kda):
         assert_same_bits(x, expected, name)
 
 
+def test_example_of_the_readme(kda, monkeypatch):
+    """After that of the call, whose bits it gives: by FLA's own adapter, and, registered, by ours."""
+    from inspect import unwrap
+
+    from fla import backends
+    from test_readme import examples, run
+
+    (call,), (dispatched, register) = examples("The call"), examples("With flash-linear-attention")
+    if hasattr(backends, "register"):
+        registry = backends._function_registries[unwrap(kda.chunk_kda)]
+        monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+        blocks = ([dispatched], [register, dispatched])
+    else:
+        blocks = ([dispatched],)
+    for more in blocks:
+        names = run([call, "expected = out, state\n", *more])
+        for name, expected in zip(("out", "final_state"), names["expected"], strict=True):
+            assert_same_bits(names[name], expected, f"{name}, {len(more)} blocks")
+
+
 @pytest.fixture
 def registered(kda, monkeypatch):
     """flash_kda.integrations.fla in place of FLA's own backend, for one test; a list of the calls that it serves."""
@@ -199,7 +233,8 @@ def registered(kda, monkeypatch):
         pytest.skip("this flash-linear-attention has no fla.backends.register: flash_kda.integrations.fla needs 0.6")
     registry = backends._function_registries[unwrap(kda.chunk_kda)]
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
-    integration.register()
+    for _ in range(2):  # it is idempotent
+        integration.register()
     calls, fwd = [], flash_kda.fwd
 
     def counted(*args, **kwargs):
@@ -266,8 +301,28 @@ def recurrence_with_states(inputs, cu_seqlens, **options):
     return recurrence(**inputs, cu_seqlens=cu_seqlens, checkpoint_interval=64, checkpoint_at="start", **options)
 
 
+def test_signature_is_that_of_this_fla(kda):
+    from inspect import Parameter, signature, unwrap
+
+    import fla
+
+    if tuple(map(int, fla.__version__.split(".")[:2])) < (0, 6):
+        pytest.skip(f"flash_kda.chunk_kda has the signature of 0.6, found {fla.__version__}")
+    theirs, ours = (
+        [(x.name, x.default) for x in signature(f).parameters.values() if x.kind is Parameter.POSITIONAL_OR_KEYWORD]
+        for f in (unwrap(kda.chunk_kda), flash_kda.chunk_kda)
+    )
+    assert ours == theirs
+
+
 def test_registered_backend_declines(kda, registered):
+    """What it declines goes on to FLA, which here has its own reason against it."""
     from flash_kda.integrations.fla import why_not
+
+    steep = case("long", False)[0] | {"lower_bound": -7.0}
+    with torch.inference_mode(), pytest.raises(ValueError, match="lower_bound"):
+        kda.chunk_kda(**steep, **RAW_FLAGS, safe_gate=True)
+    assert registered == []
 
     inputs, _ = case("long", False)
     with torch.inference_mode():

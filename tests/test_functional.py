@@ -9,6 +9,7 @@ import sys
 import types
 
 import pytest
+import schedules
 import torch
 from accuracy import BOUNDS
 from guarded import assert_same_bits
@@ -120,6 +121,100 @@ def test_intermediate_states(device, form, state_v_first):
     assert relative_error(h, expected) < max(2e-3, state_bound(device))
 
 
+@pytest.mark.parametrize("device", schedules.and_cpu(schedules.SCHEDULES)[1:], indirect=True)
+class TestWithoutWaiting:
+    """Intermediate states of packed sequences where the host does not ask the device how many there are."""
+
+    @staticmethod
+    def call(x, cu_seqlens, **more):
+        more |= {"output_final_state": True, "return_intermediate_states": True, "state_v_first": True}
+        return flash_kda.chunk_kda(**x, **RAW, **more, cu_seqlens=cu_seqlens)
+
+    @pytest.mark.parametrize("form", ["lengths on the host", "static"])
+    def test_nothing_is_waited_for(self, device, form):
+        x, cu_seqlens = inputs(device)
+        more = {"use_graph": True} if form == "static" else {"cu_seqlens_cpu": cu_seqlens.cpu()}
+        expected = self.call(x, cu_seqlens, **more)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                self.call(x, cu_seqlens)
+            results = self.call(x, cu_seqlens, **more)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for y, ref in zip(results[:2], expected[:2], strict=True):
+            assert_same_bits(y, ref, "out or final_state")
+
+    def test_a_graph_replayed_with_other_lengths(self, device):
+        x, cu_seqlens = inputs(device)
+        more = {"use_graph": True, "max_num_seqs": len(LENGTHS)}
+        self.call(x, cu_seqlens, **more)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = self.call(x, cu_seqlens, **more)
+        for lengths in ([1, 64, 0, 130, 70], [265, 0, 0, 0, 0], LENGTHS):
+            cu_seqlens.copy_(cu_seqlens_of(lengths, device))
+            graph.replay()
+            expected = self.call(x, cu_seqlens)
+            rows = expected[2].shape[1]
+            assert rows == sum(-(-length // 64) for length in lengths)
+            results = (*captured[:2], captured[2][:, :rows])
+            for name, y, ref in zip(("out", "final_state", "h"), results, expected, strict=True):
+                assert_same_bits(y, ref, f"{name}, {lengths}")
+
+
+@pytest.mark.parametrize("form", ["packed", "lengths on the host", "static"])
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [([0, 50, 999], [0, 50, 100]), ([-70, 30, 100], [0, 30, 100]), ([100, 0, 100], [0, 0, 100]), ([0], [0])],
+    ids=str,
+)
+def test_intermediate_states_of_clamped_sequences(device, form, given, meant):
+    """As many rows as the sequences have that `fwd` makes of such entries, and those of legal ones."""
+    given, meant = (torch.tensor(entries, device=device) for entries in (given, meant))
+    x = make_inputs("long", 1, 100, 2, device, 7, torch.float32, N=len(given) - 1)
+    options = RAW | {"return_intermediate_states": True, "state_v_first": True}
+    h = []
+    for cu_seqlens in (given, meant):
+        more = {"cu_seqlens_cpu": cu_seqlens.cpu()} if form == "lengths on the host" else {}
+        h.append(flash_kda.chunk_kda(**x, **options, **more, cu_seqlens=cu_seqlens, use_graph=form == "static")[2])
+    assert h[0].shape == h[1].shape
+    rows = int(flash_kda.checkpoint_offsets(meant.diff(), 64, "start")[-1])
+    assert h[0].shape[1] == (len(meant) if form == "static" else rows)
+    assert_same_bits(h[0][:, :rows], h[1][:, :rows], "h")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("N", "T"), [(0, 0), (0, 5), (2, 0), (1, 1)])
+def test_nothing_or_next_to_nothing(device, N, T, packed):
+    """Shapes without sequences, without tokens or of one token, intermediate states included."""
+    x = make_inputs("long", 1 if packed else N, T, 2, device, 7, torch.float32, N=N)
+    cu_seqlens = torch.tensor([0, *[T] * N], device=device) if packed else None
+    for use_graph in (False, True):
+        out, state, h = flash_kda.chunk_kda(
+            **x,
+            **RAW,
+            cu_seqlens=cu_seqlens,
+            use_graph=use_graph,
+            output_final_state=True,
+            return_intermediate_states=True,
+        )
+        assert out.shape == x["v"].shape and state.shape == (N, 2, HEAD_DIM, HEAD_DIM)
+        assert h.shape[0] == len(x["q"]) and h.shape[2:] == state.shape[1:]
+        if not T:
+            assert_same_bits(state, x["initial_state"], "final_state")
+
+
+@pytest.mark.parametrize("shape", [(2,), (1, 1, 2, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_parameters_of_other_shapes_and_dtypes(shape, dtype):
+    x = make_inputs("random", 1, 20, 2, "cpu")
+    expected, _ = flash_kda.chunk_kda(**x | {name: x[name].to(dtype).float() for name in ("A_log", "dt_bias")}, **RAW)
+    given = {"A_log": x["A_log"].to(dtype).view(shape), "dt_bias": x["dt_bias"].to(dtype).view(1, 2, HEAD_DIM)}
+    assert_same_bits(flash_kda.chunk_kda(**x | given, **RAW)[0], expected, "out")
+
+
 def test_rows_that_the_kernels_cannot_address_are_copied(device):
     x, cu_seqlens = inputs(device)
     expected, _ = flash_kda.chunk_kda(**x, **RAW, cu_seqlens=cu_seqlens, state_v_first=True)
@@ -136,6 +231,11 @@ def test_rows_that_the_kernels_cannot_address_are_copied(device):
         ({"safe_gate": True, "lower_bound": None}, r"^lower_bound: expected a number with safe_gate"),
         ({"A_log": None, "lower_bound": None}, r"^A_log: expected a tensor"),
         ({"return_intermediate_states": True, "chunk_size": 32}, r"^chunk_size: expected 64"),
+        ({"chunk_size": 128}, r"^chunk_size: expected one of 32, 64, got 128"),
+        ({"dt_bias": torch.zeros(HEAD_DIM, 2)}, r"^dt_bias: expected shape .*, got \[128, 2\]"),
+        ({"dt_bias": torch.zeros(HEAD_DIM)}, r"^dt_bias: expected shape"),
+        ({"A_log": torch.zeros(3)}, r"^A_log: expected shape"),
+        (dict.fromkeys(("q", "k", "v", "g"), torch.zeros(1, 20, 2, 0).bfloat16()), r"^q: expected shape"),
         ({"lower_bound": -6.0}, r"^lower_bound: expected a number in"),
         ({"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": True}, r"^allow_neg_eigval: expected False"),
         ({"q": torch.zeros(3)}, r"^q: expected four dimensions"),
@@ -174,6 +274,14 @@ def test_dtypes_that_a_conversion_would_hide(name, dtype):
     x |= dict.fromkeys(("output_final_state", "return_intermediate_states"), True)
     with pytest.raises(TypeError, match=rf"^{name}: expected dtype .*, got {dtype}"):
         flash_kda.chunk_kda(**x | {name: x[name].to(dtype)})
+
+
+@pytest.mark.parametrize("name", ["A_log", "dt_bias"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_parameters_that_are_no_real_numbers(name, dtype):
+    x = make_inputs("random", 1, 20, 2, "cpu")
+    with pytest.raises(TypeError, match=rf"^{name}: expected a floating-point dtype, got {dtype}"):
+        flash_kda.chunk_kda(**x | {name: x[name].to(dtype)}, **RAW)
 
 
 class TestBackend:
@@ -239,6 +347,10 @@ class TestBackend:
             ({"lower_bound": -7.0}, r"lower_bound in \[-5, 0\), got -7"),
             ({"use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": True}, "allow_neg_eigval"),
             ({"return_intermediate_states": True, "chunk_size": 32}, "every 64 tokens"),
+            ({"chunk_size": 128}, r"chunk_size in \(32, 64\), got 128"),
+            ({"q": torch.zeros(4, 2, 128, dtype=torch.bfloat16)}, r"four dimensions, got q of shape \[4, 2, 128\]"),
+            ({"q": torch.zeros(1, 4, 0, 128, dtype=torch.bfloat16)}, "HV = 2 and H = 0"),
+            ({"state_v_first": True, "transpose_state_layout": False}, "state_v_first and transpose_state_layout"),
             ({"something_new": 1}, "does not know these arguments.*something_new"),
         ],
     )
@@ -258,6 +370,8 @@ class TestBackend:
                 {"return_intermediate_states": True},
                 {"use_gate_in_kernel": False},
                 {"state_v_first": True},
+                {"transpose_state_layout": True},
+                {"chunk_size": 32},
                 {"v": torch.zeros(1, 4, 4, 128, dtype=torch.bfloat16)},
             ):
                 assert integration.why_not(**call | accepted) is None

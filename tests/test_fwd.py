@@ -488,20 +488,6 @@ class TestStreams:
             assert_same_bits(out, expected_out, f"out on stream {i}")
             assert_same_bits(state, expected_state, f"final_state on stream {i}")
 
-    def test_device_other_than_the_current_one(self):
-        if torch.cuda.device_count() < 2:
-            pytest.skip("needs two GPUs, one is visible")
-        inputs = make_inputs("long", 1, 97, 4, "cuda:0", 12, torch.float32)
-        expected, expected_state = fwd(inputs)
-        moved = {name: x.to("cuda:1") if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
-        out, state = expected.to("cuda:1").zero_(), expected_state.to("cuda:1").zero_()
-        assert torch.cuda.current_device() == 0
-        flash_kda.fwd(**moved, out=out, final_state=state)
-        torch.cuda.synchronize("cuda:1")
-        assert torch.cuda.current_device() == 0
-        assert_same_bits(out.to("cuda:0"), expected, "out")
-        assert_same_bits(state.to("cuda:0"), expected_state, "final_state")
-
 
 class TestRejectedCalls:
     @pytest.mark.parametrize(

@@ -183,11 +183,15 @@ def fuzz_result(**change):
     return result | errors | change
 
 
-FEATURES = {
-    "gates": [{"case": "plain", "gpu_us": 460.0, "over_plain": 1.0}],
-    "decoding": [{"case": "256 x 1", "peer": "flash_kda", "gpu_us": 290.0, "share_of_bandwidth": 0.87}],
-    "bf16_states": [{"case": "8192/96", "gate": "random", "gpu_us": 455.0}],
-}
+def features_result(over_plain=1.3, share=0.7, fla_us=290.0, decoding="256 x 1 tokens, 32 heads"):
+    rows = [
+        {"case": decoding, "peer": "flash_kda", "gpu_us": 290.0, "share_of_bandwidth": share},
+        {"case": decoding, "peer": "FLA fused_recurrent_kda", "gpu_us": fla_us, "share_of_bandwidth": 0.7},
+    ]
+    gates = [{"case": "plain", "gpu_us": 460.0, "over_plain": 1.0}]
+    gates.append({"case": "softplus", "gpu_us": 500.0, "over_plain": over_plain})
+    states = [{"case": "8192/96", "gate": "random", "gpu_us": 455.0}]
+    return {"gates": gates, "decoding": rows, "bf16_states": states}
 
 
 @pytest.fixture
@@ -197,7 +201,7 @@ def results(tmp_path):
     passing = passing.replace('<error message="failed on setup">trace</error>', "")
     (tmp_path / "tests.xml").write_text(passing)
     (tmp_path / "benchmark.json").write_text(json.dumps(benchmark_result()))
-    (tmp_path / "features.json").write_text(json.dumps(FEATURES))
+    (tmp_path / "features.json").write_text(json.dumps(features_result()))
     (tmp_path / "fuzz.json").write_text(json.dumps(fuzz_result()))
     (tmp_path / "memcheck sm90.status").write_text("0\n")
     (tmp_path / "memcheck sm90.log").write_text(
@@ -248,7 +252,7 @@ class TestMaking:
         text = gpu_record.summary(record)
         assert "result: passed" in text and len(text.splitlines()) < 100
         assert "compute-sanitizer memcheck sm90: clean, 33 calls; ERROR SUMMARY: 0 errors" in text
-        assert "features: decoding 256 x 1, flash_kda: 290 us, 87% of the copy bandwidth" in text
+        assert "features: decoding 256 x 1 tokens, 32 heads, flash_kda: 290 us, 70% of the copy bandwidth" in text
         assert "fuzz: seed 0, 2000 cases, 0 failed; worst of a (sequence, head): random: out 9.00e-03" in text
 
     @pytest.mark.parametrize(
@@ -261,6 +265,10 @@ class TestMaking:
             ("benchmark.json", None, "benchmark: no results"),
             ("benchmark.json", json.dumps(benchmark_result(error="wrong result")), "benchmark 8192/96, random"),
             ("features.json", None, "features: no results"),
+            ("features.json", json.dumps(features_result(over_plain=1.31)), "softplus: 1.31 times plain, at most 1.3"),
+            ("features.json", json.dumps(features_result(share=0.69)), "69% of the copy bandwidth, at least 70%"),
+            ("features.json", json.dumps(features_result(fla_us=289.0)), "290 us, FLA fused_recurrent_kda 289 us"),
+            ("features.json", json.dumps(features_result(decoding="1 x 1")), "features: no results of softplus or"),
             ("fuzz.json", None, "fuzz: no results"),
             ("fuzz.json", json.dumps(fuzz_result(cases=1999)), "fuzz: 1999 cases, fewer than 2000"),
             ("fuzz.json", json.dumps(fuzz_result(failures=["a command"])), "fuzz: a command"),

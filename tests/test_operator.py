@@ -89,6 +89,25 @@ def test_compiled_function(device, make, backend):
                 assert_same_bits(y[name], value, name)
 
 
+def test_compiled_for_any_number_of_tokens(device):
+    """One graph, in which T is a symbol, for all of them."""
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_kda.fwd, fullgraph=True, dynamic=True, backend=backend)
+    for T in (40, 57, 300):
+        x, y = plain(device, T), plain(device, T)
+        flash_kda.fwd(**x)
+        compiled(**y)
+        for name in ("out", "final_state"):
+            assert_same_bits(y[name], x[name], f"{name}, {T} tokens")
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_with_the_state_in_place(device, backend):
     def step(x, state):

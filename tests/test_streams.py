@@ -1,4 +1,4 @@
-"""Threads, streams and devices: a call runs where its tensors live, on that device's current stream."""
+"""Threads and streams: a call runs on the current stream of its tensors' device. Two devices: test_two_gpus.py."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ def buffers(x):
 
 
 def call(x, results, **options):
-    flash_kda.fwd(**x, **results, **options)
+    flash_kda.fwd(**x | results | options)
 
 
 def expected_of(x, **options):
@@ -37,20 +37,22 @@ def expected_of(x, **options):
     return results
 
 
-def in_thread(work):
-    """Runs `work` in a fresh thread and raises what it raised."""
+def in_threads(work, count):
+    """Runs `work(0)` to `work(count - 1)`, each in a fresh thread, and raises what one of them raised."""
     errors = []
 
-    def guarded():
+    def guarded(i):
         try:
-            work()
+            work(i)
         except BaseException as error:  # noqa: BLE001 - raised again below
             errors.append(error)
 
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive(), "the thread hangs"
+    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a thread hangs"
     if errors:
         raise errors[0]
 
@@ -73,11 +75,11 @@ def test_first_call_of_a_thread_on_its_own_stream(options):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
 
-    def work():
+    def work(_):
         with torch.cuda.stream(stream):
             call(x, results, **options)
 
-    in_thread(work)
+    in_threads(work, 1)
     stream.synchronize()
     for name, y in results.items():
         assert_same_bits(y, expected[name], name)
@@ -152,12 +154,13 @@ def test_first_call_of_a_process_in_a_graph_capture_decoding(schedule, monkeypat
     in_process(FIRST_CALL_IN_A_CAPTURE, 4, 2, "decoding")
 
 
-def test_two_threads_on_two_streams():
-    batches = [make_inputs("long", 1, 300 + 7 * i, 4, "cuda", i, torch.float32) for i in range(2)]
-    options = [{}, {"allow_neg_eigval": True}]
+def test_three_threads_on_three_streams():
+    """Each with kernels of its own: the plain ones, the general ones, those of the softplus gate."""
+    options = [{}, {"allow_neg_eigval": True}, {"lower_bound": None}]
+    batches = [make_inputs("long", 1, 300 + 7 * i, 4, "cuda", i, torch.float32) for i in range(len(options))]
     expected = [expected_of(x, **more) for x, more in zip(batches, options, strict=True)]
     results = [buffers(x) for x in batches]
-    start = threading.Barrier(2)
+    start = threading.Barrier(len(options))
 
     def work(i):
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -166,34 +169,8 @@ def test_two_threads_on_two_streams():
                 call(batches[i], results[i], **options[i])
             torch.cuda.current_stream().synchronize()
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
     torch.cuda.synchronize()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a thread hangs"
-    for i in range(2):
+    in_threads(work, len(options))
+    for i, more in enumerate(options):
         for name, y in results[i].items():
-            assert_same_bits(y, expected[i][name], f"{name} of thread {i}")
-
-
-@pytest.mark.parametrize("options", [{}, {"allow_neg_eigval": True}], ids=["plain", "general"])
-@pytest.mark.parametrize("in_a_thread", [False, True])
-def test_another_device_than_the_current_one(options, in_a_thread):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs, one is visible")
-    x = make_inputs("long", 1, 97, 4, "cuda:0", 12, torch.float32)
-    expected = expected_of(x, **options)
-    moved = {name: y.to("cuda:1") if isinstance(y, torch.Tensor) else y for name, y in x.items()}
-    results = buffers(moved)
-
-    def work():
-        assert torch.cuda.current_device() == 0
-        call(moved, results, **options)
-        assert torch.cuda.current_device() == 0
-
-    in_thread(work) if in_a_thread else work()
-    torch.cuda.synchronize("cuda:1")
-    for name, y in results.items():
-        assert_same_bits(y.to("cuda:0"), expected[name], name)
+            assert_same_bits(y, expected[i][name], f"{name} of the thread with {more}")

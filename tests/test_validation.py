@@ -1,17 +1,20 @@
 """Every rule of `flash_kda.fwd`: the exception's type, a message that names the argument, and nothing written."""
 
 import inspect
+import itertools
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from inputs import cu_seqlens_of, make_inputs
 
 import flash_kda
 from flash_kda.interface import SCHEDULES, numbers_of
-from flash_kda.validation import PLAIN, in_common_form, validate
+from flash_kda.validation import PLAIN, _Footprint, _may_overlap, _overlaps_itself, in_common_form, validate
 
 PARAMETERS = inspect.signature(flash_kda.fwd).parameters.values()
 ORDER = tuple(x.name for x in PARAMETERS if x.kind is not x.KEYWORD_ONLY)
@@ -206,6 +209,15 @@ def test_row_strides(call, name, dimension):
     rejects(call, ValueError, rf"^{name}: expected a (token|head) stride that is a multiple of 8 elements", **{name: x})
 
 
+@pytest.mark.parametrize("name", TOKEN_TENSORS)
+def test_batch_stride(name):
+    x = make_inputs("random", 2, T, H, "cpu")
+    x |= {"out": torch.full_like(x["q"], 7.0), "final_state": torch.full((2, H, 128, 128), 7.0), "cu_seqlens": None}
+    wide = torch.full((2, T * H * 128 + 4), 7.0, dtype=torch.bfloat16)[:, :-4].view(2, T, H, 128)
+    message = rf"^{name}: expected a batch stride that is a multiple of 8 elements \(16 bytes\), got {T * H * 128 + 4} "
+    rejects(x, ValueError, message, **{name: wide})
+
+
 @pytest.mark.parametrize("name", ["A_log", "dt_bias", *STATES, "cu_seqlens"])
 def test_contiguous(call, name):
     strided = call[name].repeat_interleave(2, -1)[..., ::2]
@@ -260,6 +272,48 @@ def test_neighbours_and_overlaps(call, output, name):
                 arguments = [(call | views)[x] for x in ORDER]
                 validate(*arguments)
                 assert in_common_form(*arguments)
+
+
+class TestFootprints:
+    """Against the addresses themselves: whatever shares one is seen."""
+
+    @st.composite
+    def tensors(draw):
+        dimensions = draw(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 40)), min_size=1, max_size=4))
+        sizes, strides = zip(*dimensions, strict=True)
+        return torch.empty(1000, dtype=torch.bfloat16).as_strided(sizes, strides, draw(st.integers(0, 100)))
+
+    @staticmethod
+    def places(x):
+        steps = itertools.product(
+            *(
+                range(0, size * stride, stride) if stride else [0] * size
+                for size, stride in zip(x.shape, x.stride(), strict=True)
+            )
+        )
+        return [x.storage_offset() + sum(step) for step in steps]
+
+    @given(tensors())
+    def test_of_one_tensor(self, x):
+        places = self.places(x)
+        assert len(places) == x.numel()
+        if len(set(places)) < len(places):
+            assert _overlaps_itself(x)
+
+    @settings(max_examples=500)
+    @given(tensors(), tensors())
+    def test_of_two_tensors(self, x, y):
+        # The same addresses, in one buffer.
+        y = x.as_strided(y.shape, y.stride(), y.storage_offset())
+        if set(self.places(x)) & set(self.places(y)):
+            assert _may_overlap(_Footprint.of(x), _Footprint.of(y))
+
+    def test_of_slices_side_by_side(self):
+        """What engines have: no overlap is made up."""
+        rows = torch.empty(10, 3, 24)
+        x, y, z = rows[:, :, :8], rows[:, :, 8:16], rows[:, 1]
+        assert not _may_overlap(_Footprint.of(x), _Footprint.of(y)) and not _overlaps_itself(x)
+        assert _may_overlap(_Footprint.of(x), _Footprint.of(z)) and not _overlaps_itself(z.transpose(0, 1))
 
 
 def test_final_state_overlaps(call):

@@ -9,7 +9,7 @@ import inspect
 
 import torch
 
-from flash_kda.functional import STATE_INTERVAL, chunk_kda
+from flash_kda.functional import CHUNK_SIZES, STATE_INTERVAL, chunk_kda
 from flash_kda.interface import extension
 from flash_kda.validation import HEAD_DIM, LOWER_BOUND_MIN
 
@@ -68,6 +68,8 @@ def _current_names(kwargs):
 
 def why_not(*args, **kwargs) -> str | None:
     """Why `flash_kda.chunk_kda` cannot take the arguments of a call of `fla.ops.kda.chunk_kda`; None if it can."""
+    if "state_v_first" in kwargs and "transpose_state_layout" in kwargs:
+        return "flash_kda does not know which of state_v_first and transpose_state_layout to take"
     try:
         bound = _SIGNATURE.bind(*args, **_current_names(kwargs))
     except TypeError as error:
@@ -78,6 +80,9 @@ def why_not(*args, **kwargs) -> str | None:
     for name in ("q", "k", "v", "g", "beta"):
         if not isinstance(x[name], torch.Tensor):
             return f"flash_kda requires tensors, got {name} of {type(x[name]).__name__}"
+    for name in ("q", "k", "v", "g"):
+        if x[name].dim() != 4:
+            return f"flash_kda requires four dimensions, got {name} of shape {list(x[name].shape)}"
     if torch.is_grad_enabled():
         return "flash_kda computes the forward pass only, and gradients are enabled"
     if not q.is_cuda:
@@ -94,7 +99,7 @@ def why_not(*args, **kwargs) -> str | None:
         return f"flash_kda requires bfloat16 or float32, got initial_state of {kind}"
     if q.shape[-1] != HEAD_DIM or v.shape[-1] != HEAD_DIM:
         return f"flash_kda requires K = V = {HEAD_DIM}, got K = {q.shape[-1]} and V = {v.shape[-1]}"
-    if v.shape[2] % q.shape[2]:
+    if not q.shape[2] or v.shape[2] % q.shape[2]:
         return f"flash_kda requires HV to be a multiple of H, got HV = {v.shape[2]} and H = {q.shape[2]}"
     if x["cp_context"] is not None:
         return "flash_kda does not support context parallelism"
@@ -106,6 +111,8 @@ def why_not(*args, **kwargs) -> str | None:
             return f"flash_kda requires lower_bound in [{LOWER_BOUND_MIN:g}, 0), got {bound_of_gate}"
     if x["allow_neg_eigval"] and not x["use_beta_sigmoid_in_kernel"]:
         return "allow_neg_eigval requires use_beta_sigmoid_in_kernel=True"
+    if x["chunk_size"] not in CHUNK_SIZES:
+        return f"flash_kda requires chunk_size in {CHUNK_SIZES}, got {x['chunk_size']}"
     if x["return_intermediate_states"] and x["chunk_size"] != STATE_INTERVAL:
         return (
             f"flash_kda returns intermediate states every {STATE_INTERVAL} tokens, got chunk_size = {x['chunk_size']}"
