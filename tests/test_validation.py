@@ -1,21 +1,19 @@
 """Every rule of `flash_kda.fwd`: the exception's type, a message that names the argument, and nothing written."""
 
-import inspect
 import os
 import subprocess
 import sys
 
+import call_reader
 import pytest
 import torch
+from call_reader import OPTIONS, ORDER
 from inputs import cu_seqlens_of, make_inputs
 
 import flash_kda
 from flash_kda.interface import SCHEDULES, numbers_of
 from flash_kda.validation import PLAIN, in_common_form, validate
 
-PARAMETERS = inspect.signature(flash_kda.fwd).parameters.values()
-ORDER = tuple(x.name for x in PARAMETERS if x.kind is not x.KEYWORD_ONLY)
-OPTIONS = tuple(x.name for x in PARAMETERS if x.kind is x.KEYWORD_ONLY)
 T, H, N = 24, 2, 3
 TOKEN_TENSORS = ("q", "k", "v", "g", "out")
 STATES = ("initial_state", "final_state")
@@ -38,7 +36,9 @@ def rejects(call, error, pattern, **changes):
         flash_kda.fwd(**call | changes)
     for name in ("out", "final_state"):
         assert torch.all(call[name] == 7.0), f"{name} was written"
-    # The quick check must agree: it may refuse to decide, but not say yes. It does not see options.
+    # The quick checks must agree: they may refuse to decide, but not say yes. Python's does not see options.
+    if call_reader.why_not() is None:
+        assert call_reader.read(call | changes) is None
     arguments = [(call | changes)[name] for name in ORDER]
     try:
         if set(OPTIONS) & set(call | changes):
@@ -260,6 +260,8 @@ def test_neighbours_and_overlaps(call, output, name):
                 arguments = [(call | views)[x] for x in ORDER]
                 validate(*arguments)
                 assert in_common_form(*arguments)
+                if call_reader.why_not() is None:
+                    assert call_reader.read(call | views) == call_reader.expected(call | views)
 
 
 def test_final_state_overlaps(call):
@@ -311,7 +313,11 @@ def test_schedule(call, monkeypatch):
     with pytest.raises(ValueError, match=f"^FLASH_KDA_SCHEDULE: expected {expected}"):
         flash_kda.fwd(**call)
     assert torch.all(call["out"] == 7.0) and torch.all(call["final_state"] == 7.0)
-    for known in SCHEDULES:
+    for unknown in ("", "Auto", "auto ", "segments:", "segments:8", "segments:064", "segments:-64"):
+        monkeypatch.setenv("FLASH_KDA_SCHEDULE", unknown)
+        with pytest.raises(ValueError, match=f"got '{unknown}'$"):
+            flash_kda.fwd(**call)
+    for known in (*SCHEDULES, "segments:64"):
         monkeypatch.setenv("FLASH_KDA_SCHEDULE", known)
         flash_kda.fwd(**call)
 
@@ -353,6 +359,8 @@ def test_usual_layouts_take_the_quick_check(call, layout):
     arguments = [call[name] for name in ORDER]
     validate(*arguments)
     assert (in_common_form(*arguments), True) == numbers_of(*arguments, PLAIN)
+    if call_reader.why_not() is None:
+        assert call_reader.read(call) == call_reader.expected(call)
 
 
 def test_import_needs_neither_kernels_nor_a_gpu_nor_nvcc():

@@ -1,17 +1,22 @@
-// flash_kda._C: addresses, sizes and strides in, errors out. It never sees a tensor, so one build serves every PyTorch.
+// flash_kda._C: tensors, or their addresses, sizes and strides, in, errors out. It knows PyTorch by DLPack's C exchange
+// API alone (call.h), and without that by addresses, so that one build serves every PyTorch.
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <initializer_list>
+#include <memory>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "api/call.h"
 #include "api/schedule.h"
 #include "common/driver.h"
 #include "params.h"
@@ -139,13 +144,10 @@ FwdParams params_of(uint64_t q, int64_t q_batch, int64_t q_token, int64_t q_head
 }
 
 template <class Params>
-void launch(Params const& p, int device, uint64_t stream, std::string const& schedule, uint64_t workspace,
-            int64_t workspace_size) {
-  Schedule const chosen = schedule_of_name(schedule);
+void launch(Params const& p, int device, cudaStream_t stream, Schedule schedule, Workspace const& workspace) {
   if (p.num_sequences == 0 || p.num_heads == 0) return;
   DeviceGuard const guard(device);
-  cudaError_t const status =
-      launch_fwd(p, chosen, device, address<CUstream_st>(stream), {address<void>(workspace), workspace_size});
+  cudaError_t const status = launch_fwd(p, schedule, device, stream, workspace);
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) refuse_device(device);
   check(status, "the kernel launch");
 }
@@ -165,7 +167,7 @@ void fwd(uint64_t q, int64_t q_batch, int64_t q_token, int64_t q_head,          
                    g_token, g_head, out, out_batch, out_token, out_head, beta, beta_batch, beta_token, beta_head, A_log,
                    dt_bias, initial_state, final_state, cu_seqlens, num_tokens, num_heads, num_sequences, scale,
                    lower_bound, state_is_fp32),
-         device, stream, schedule, workspace, workspace_size);
+         device, address<CUstream_st>(stream), schedule_of_name(schedule), {address<void>(workspace), workspace_size});
 }
 
 // What flash_kda.fwd asks for beyond the plain call (GeneralParams), in front of that call's arguments. num_heads
@@ -210,24 +212,103 @@ void fwd_general(uint64_t state_indices, bool state_indices_are_int32, int64_t s
   p.g_is_fp32 = g_is_fp32;
   p.beta_is_fp32 = beta_is_fp32;
   p.normalise = normalise;
-  launch(p, device, stream, schedule, workspace, workspace_size);
+  launch(p, device, address<CUstream_st>(stream), schedule_of_name(schedule),
+         {address<void>(workspace), workspace_size});
+}
+
+int64_t needed_workspace(CallShape const& shape, Schedule schedule, int device) {
+  int64_t bytes = 0;
+  check(find_workspace(bytes, shape, schedule, device), "asking for the device's properties");
+  return bytes;
 }
 
 // Bytes that a call of this form needs for its schedule: num_heads counts the heads of v.
-int64_t needed_workspace(int64_t num_tokens, int64_t num_heads, int64_t num_sequences, bool is_packed, int device,
-                         std::string const& schedule) {
-  int64_t bytes = 0;
-  check(find_workspace(bytes, {num_tokens, num_sequences, num_heads, is_packed}, schedule_of_name(schedule), device),
-        "asking for the device's properties");
-  return bytes;
+int64_t workspace_bytes(int64_t num_tokens, int64_t num_heads, int64_t num_sequences, bool is_packed, int device,
+                        std::string const& schedule) {
+  return needed_workspace({num_tokens, num_sequences, num_heads, is_packed}, schedule_of_name(schedule), device);
 }
+
+std::optional<Torch> known_torch;
+
+// What fwd_tensors reads tensors with: a capsule of DLPack's table, the types of tensors, and torch.is_grad_enabled.
+// False, if the table is of no known version; fwd_tensors then takes no call.
+bool read_tensors_with(pybind11::object capsule, pybind11::object tensor, pybind11::object parameter,
+                       pybind11::object is_grad_enabled) {
+  dlpack::Table const* const table = find_table(capsule.ptr());
+  if (table == nullptr) return false;
+  // For as long as the process lives, as modules do that were imported.
+  known_torch = {table, tensor.release().ptr(), parameter.release().ptr(), is_grad_enabled.release().ptr()};
+  return true;
+}
+
+struct Release {
+  void operator()(dlpack::OwnedTensor* tensor) const { tensor->release(tensor); }
+};
+using OwnedTensor = std::unique_ptr<dlpack::OwnedTensor, Release>;
+
+// From PyTorch's allocator, for the current stream of the device; null, if that failed.
+OwnedTensor allocate(int64_t bytes, dlpack::Device device) {
+  int64_t const stride = 1;
+  dlpack::Tensor like = {nullptr, device, 1, dlpack::kUint8, &bytes, &stride, 0};
+  dlpack::OwnedTensor* result = nullptr;
+  int const status = known_torch->table->allocate(&like, &result, nullptr, [](void*, char const*, char const*) {});
+  return OwnedTensor(status == 0 ? result : nullptr);
+}
+
+// Whether the call was launched. False is no error: the caller then goes the slow way, which words the errors.
+bool launch_tensors(PyObject* const* arguments, Py_ssize_t count) {
+  Call call;
+  if (!known_torch || !read_call(call, *known_torch, arguments, count)) return false;
+  if (call.device.type != dlpack::kCuda) return false;
+  GeneralParams const& p = call.params;
+  // os.environ hands changes on to the C library; nobody makes any while this thread holds the GIL.
+  char const* const name = std::getenv("FLASH_KDA_SCHEDULE");
+  std::optional<Schedule> const schedule = find_schedule(name == nullptr ? "auto" : name);
+  if (!schedule) return false;
+  void* stream = nullptr;
+  if (known_torch->table->current_stream(dlpack::kCuda, call.device.index, &stream) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  CallShape const shape = {p.num_tokens, p.num_sequences, p.num_heads, p.cu_seqlens != nullptr};
+  Workspace workspace = {nullptr, needed_workspace(shape, *schedule, call.device.index)};
+  // Given back when the kernels have been launched: the allocator keeps the order of the stream.
+  OwnedTensor memory;
+  if (workspace.bytes > 0) {
+    memory = allocate(workspace.bytes, call.device);
+    if (!memory) return false;
+    workspace.data = static_cast<char*>(memory->tensor.data) + memory->tensor.byte_offset;
+  }
+  auto const launch_as = [&](auto const& params) {
+    launch(params, call.device.index, static_cast<cudaStream_t>(stream), *schedule, workspace);
+  };
+  call.is_plain ? launch_as(static_cast<FwdParams const&>(p)) : launch_as(p);
+  return true;
+}
+
+// The arguments of flash_kda.fwd by position. A function of Python's own calling convention: pybind11 would take longer
+// to hand over the arguments than all of the checks.
+PyObject* fwd_tensors(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  try {
+    return PyBool_FromLong(launch_tensors(arguments, count));
+  } catch (std::exception const& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
+PyMethodDef methods[] = {{"fwd_tensors", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&fwd_tensors)),
+                          METH_FASTCALL, "Whether the call was launched; flash_kda.fwd's arguments by position"},
+                         {}};
 
 }  // namespace
 }  // namespace flash_kda
 
 PYBIND11_MODULE(_C, m) {
   m.def("build_info", &flash_kda::build_info);
-  m.def("workspace_bytes", &flash_kda::needed_workspace);
+  m.def("workspace_bytes", &flash_kda::workspace_bytes);
   m.def("fwd", &flash_kda::fwd);
   m.def("fwd_general", &flash_kda::fwd_general);
+  m.def("read_tensors_with", &flash_kda::read_tensors_with);
+  if (PyModule_AddFunctions(m.ptr(), flash_kda::methods) != 0) throw pybind11::error_already_set();
 }
