@@ -71,7 +71,7 @@ def takes_common_form(call):
 
 
 def check(call):
-    """Whether the quick way takes the call. Only a legal one, for what it is; and each that Python's quick way takes."""
+    """Whether the quick way takes the call: only a legal one, for what it is, and all that Python's quick way takes."""
     numbers = read(call)
     if numbers is not None:
         assert is_legal(call) and numbers == expected(call)

@@ -252,7 +252,7 @@ OwnedTensor allocate(int64_t bytes, dlpack::Device device) {
   dlpack::Tensor like = {nullptr, device, 1, dlpack::kUint8, &bytes, &stride, 0};
   dlpack::OwnedTensor* result = nullptr;
   int const status = known_torch->table->allocate(&like, &result, nullptr, [](void*, char const*, char const*) {});
-  return OwnedTensor(status == 0 ? result : nullptr);
+  return OwnedTensor(status == 0 && result->tensor.data != nullptr ? result : nullptr);
 }
 
 // Whether the call was launched. False is no error: the caller then goes the slow way, which words the errors.
