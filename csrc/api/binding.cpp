@@ -252,7 +252,7 @@ OwnedTensor allocate(int64_t bytes, dlpack::Device device) {
   dlpack::Tensor like = {nullptr, device, 1, dlpack::kUint8, &bytes, &stride, 0};
   dlpack::OwnedTensor* result = nullptr;
   int const status = known_torch->table->allocate(&like, &result, nullptr, [](void*, char const*, char const*) {});
-  return OwnedTensor(status == 0 && result->tensor.data != nullptr ? result : nullptr);
+  return OwnedTensor(status == 0 ? result : nullptr);
 }
 
 // Whether the call was launched. False is no error: the caller then goes the slow way, which words the errors.
@@ -276,7 +276,7 @@ bool launch_tensors(PyObject* const* arguments, Py_ssize_t count) {
   OwnedTensor memory;
   if (workspace.bytes > 0) {
     memory = allocate(workspace.bytes, call.device);
-    if (!memory) return false;
+    if (!memory || memory->tensor.data == nullptr) return false;
     workspace.data = static_cast<char*>(memory->tensor.data) + memory->tensor.byte_offset;
   }
   auto const launch_as = [&](auto const& params) {
