@@ -496,6 +496,14 @@ def test_grouped_heads(call, name):
     rejects(call, ValueError, rf"^{'g' if name == 'v' else name}: expected shape", **changes | {name: three})
 
 
+def test_heads_that_are_no_multiple(call):
+    """Three of v for two of q, with whatever goes with v."""
+    wide = make_inputs("random", 1, T, 3, "cpu", state_dtype=torch.float32, N=N)
+    wide |= {name: call[name] for name in ("q", "k")}
+    wide |= {"out": torch.full_like(wide["v"], 7.0), "final_state": torch.full_like(wide["initial_state"], 7.0)}
+    rejects(call | wide, ValueError, r"^v: expected shape .* with HV a multiple of H = 2")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_gate_rows_of_fp32(call, dtype):
     wide = torch.zeros(1, T, H, 130)[..., :128]
