@@ -428,8 +428,8 @@ def test_option_sizes(call):
     message = r"^final_state: expected shape \[P, HV, V, K\]"
     rejects(call, ValueError, message, **options(call, initial_state=torch.zeros(9, H, 128, 128)))
     no_states = dict.fromkeys(STATES)
-    with pytest.raises(ValueError, match=r"^state_indices: expected None without initial_state and final_state"):
-        flash_kda.fwd(**options(call, **no_states))
+    message = r"^state_indices: expected None without initial_state and final_state"
+    rejects(call, ValueError, message, **options(call, **no_states))
     batch = make_inputs("random", 2, 128, H, "cpu") | {"out": torch.zeros(2, 128, H, 128, dtype=torch.bfloat16)}
     with pytest.raises(
         ValueError, match=r"^checkpoints: expected at least 4 rows for 2 sequences of 128 tokens, got 3"

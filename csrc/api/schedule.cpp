@@ -135,9 +135,9 @@ void require_sm90(Schedule schedule, bool has_sm90) {
 // Plans of more segments than this are not made: slots are ints, and grids have limits.
 constexpr int64_t kMostSlotHeads = int64_t(1) << 28;
 
-// The best plan, if it beats whole or split pairs. A call asks twice, and engines ask for the same shapes over and
-// over: with one pair the cost model takes as long as a launch.
-SegmentPlan known_plan(CallShape const& shape, int multiprocessors) {
+// best_plan, remembered: a call asks twice, engines ask for the same shapes over and over, and where one pair can be
+// cut into many segments it takes as long as a launch.
+SegmentPlan known_best_plan(CallShape const& shape, int multiprocessors) {
   struct Known {
     CallShape shape{};
     int multiprocessors = 0;
@@ -145,11 +145,9 @@ SegmentPlan known_plan(CallShape const& shape, int multiprocessors) {
   };
   thread_local std::array<Known, 64> known;
   uint64_t const mix = uint64_t(shape.tokens) * 31 + uint64_t(shape.sequences) * 7 + uint64_t(shape.heads);
-  Known& entry = known[mix * 0x9E3779B97F4A7C15u >> 58];
-  if (!(entry.shape == shape) || entry.multiprocessors != multiprocessors) {
-    SegmentPlan const plan = best_plan(shape, multiprocessors);
-    bool const pays = plan.tokens > 0 && plan.time < 0.95 * time_of_pairs(shape, multiprocessors);
-    entry = {shape, multiprocessors, pays ? plan : SegmentPlan{}};
+  Known& entry = known[(mix * 0x9E3779B97F4A7C15u) >> 58];
+  if (entry.shape != shape || entry.multiprocessors != multiprocessors) {
+    entry = {shape, multiprocessors, best_plan(shape, multiprocessors)};
   }
   return entry.plan;
 }
@@ -160,7 +158,7 @@ SegmentPlan plan_segments(CallShape const& shape, Schedule schedule, Device cons
   if (shape.tokens == 0 || shape.sequences == 0 || shape.heads == 0) return {};
   if (is_forced) {
     SegmentPlan plan = schedule.segment_tokens > 0 ? plan_of_tokens(shape, schedule.segment_tokens)
-                                                   : best_plan(shape, d.multiprocessors);
+                                                   : known_best_plan(shape, d.multiprocessors);
     if (plan.tokens == 0) plan = plan_of_tokens(shape, kShortestSegment);  // of a chunk at most, on average
     if (plan.slots * shape.heads > kMostSlotHeads) {
       throw std::runtime_error("flash_kda: segments of " + std::to_string(plan.tokens) + " tokens are too many here");
@@ -169,7 +167,8 @@ SegmentPlan plan_segments(CallShape const& shape, Schedule schedule, Device cons
   }
   // Segments go over every token twice: nothing to win where pairs fill half of the device.
   if (2 * shape.sequences * shape.heads > d.multiprocessors) return {};
-  return known_plan(shape, d.multiprocessors);
+  SegmentPlan const plan = known_best_plan(shape, d.multiprocessors);
+  return plan.tokens > 0 && plan.time < 0.95 * time_of_pairs(shape, d.multiprocessors) ? plan : SegmentPlan{};
 }
 
 int64_t bytes_of(SegmentPlan const& plan, CallShape const& shape) {
