@@ -147,6 +147,7 @@ CHANGES = {
     "another rank": lambda x: x[None],
     "flat": torch.flatten,
     "wide rows": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
+    "rows apart": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
     "rows 4 apart": lambda x: torch.nn.functional.pad(x, (0, 4))[..., : x.shape[-1]],
     "every second": lambda x: x.repeat_interleave(2, -1)[..., ::2],
     "one for all": lambda x: x[:1].expand(x.shape) if x.dim() else x,
@@ -167,7 +168,7 @@ def changed(x, kind):
     """x after one of CHANGES; x itself, if it has no such form."""
     try:
         return CHANGES[kind](x)
-    except (RuntimeError, NotImplementedError):
+    except (IndexError, RuntimeError, NotImplementedError):
         return x
 
 

@@ -142,9 +142,10 @@ std::optional<bool> choice_of(PyObject* x, char const* yes, char const* no) {
 
 // Whether what a call of Python's gave is False; takes the reference.
 bool is_false(PyObject* result) {
+  bool const answer = result == Py_False;
   if (result == nullptr) PyErr_Clear();
   Py_XDECREF(result);
-  return result == Py_False;
+  return answer;
 }
 
 bool needs_no_gradient(PyObject* tensor) {
