@@ -38,7 +38,28 @@ def extension():
                 "only; to build them, run `FLASH_KDA_CUDA_ARCHS=auto pip install -v --no-build-isolation .` in its "
                 "sources on a machine with nvcc 12.9 or newer"
             ) from None
+        _let_it_read_tensors(_extension)
     return _extension
+
+
+def _not_launched(*arguments) -> bool:
+    return False
+
+
+# Launches a call that is legal and usual, straight from its tensors: True; else does nothing: False. It takes `fwd`'s
+# arguments by position, with or without the keyword-only ones. The kernels' own once they are loaded, if PyTorch lets
+# others read its tensors (2.10 and newer).
+_launch = _not_launched
+
+
+def _let_it_read_tensors(kernels):
+    global _launch
+    # PyTorch's own table: into older versions other packages put one whose streams need not be the current ones.
+    find_table = getattr(torch._C, "_dlpack_exchange_api", None)
+    if find_table is None:
+        return
+    if kernels.read_tensors_with(find_table(), torch.Tensor, torch.nn.Parameter, torch.is_grad_enabled):
+        _launch = kernels.fwd_tensors
 
 
 def _raw_stream_of(device_index):
@@ -213,6 +234,8 @@ def options_of(
 
 def run(arguments: tuple, options: Options) -> None:
     """`fwd` for its positional arguments, in order, and its options."""
+    if _launch(*(arguments if options is PLAIN else arguments + options)):
+        return
     numbers = ()
     if options is PLAIN:
         try:

@@ -1,7 +1,8 @@
 """What `flash_kda.fwd` accepts: every rule is checked before anything is written.
 
-`validate` holds the rules. `in_common_form` is a quick yes for the calls that engines make thousands of times a
-second: it may say no to a legal call (which then takes the time of `validate`), never yes to an illegal one.
+`validate` holds the rules. There are two quick ways for the calls that engines make thousands of times a second. They
+may say no to a legal call (which then takes the time of `validate`), never yes to an illegal one: csrc/api/call.cpp,
+which the kernels bring along, for PyTorch 2.10 and newer, and `in_common_form`, for older versions and plain calls.
 """
 
 import math
@@ -57,9 +58,9 @@ def in_common_form(
     Plain is what the plain kernels serve: one head of q and k for each of v, bf16 tokens, the bounded gate with A_log
     and dt_bias [H, K], contiguous states and int64 cu_seqlens.
 
-    Most of what a call costs the host goes by here: a property of a tensor is asked for once, and the tensors that
-    every call has are compared without a loop. May raise AttributeError, TypeError, ValueError or RuntimeError where an
-    argument is not a dense tensor or number at all.
+    Where csrc/api/call.cpp cannot be, most of what a call costs the host goes by here: a property of a tensor is asked
+    for once, and the tensors that every call has are compared without a loop. May raise AttributeError, TypeError,
+    ValueError or RuntimeError where an argument is not a dense tensor or number at all.
     """
     shape, device, grad = q.shape, q.device, _is_grad_enabled()
     B, T, H, K = shape

@@ -121,6 +121,9 @@ def test_binding_takes_the_call_that_the_package_makes():
     tensors, addresses, sizes = (0, 0, 0, 0) * 6, (0,) * 5, (16, 1, 1)
     with pytest.raises(ValueError, match="schedule.* auto, pairs, portable, sm90, segments.* got no such schedule"):
         _C.fwd(*tensors, *addresses, *sizes, 1.0, -5.0, True, 0, 0, "no such schedule", 0, 0)
+    for name in ("", "Auto", "auto ", "segments:", "segments:8", "segments:064", "segments:-64", "segments:1000000000"):
+        with pytest.raises(ValueError, match=f"got {name}$"):
+            _C.fwd(*tensors, *addresses, *sizes, 1.0, -5.0, True, 0, 0, name, 0, 0)
     no_sequences = (0, 1, 0)
     plain = (*tensors, *addresses, *no_sequences, 1.0, -5.0, True, 0, 0, "auto", 0, 0)
     assert _C.fwd(*plain) is None

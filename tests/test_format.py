@@ -9,7 +9,7 @@ import pytest
 from project_copy import ROOT
 
 CPP_SOURCES = sorted(
-    path for path in [*ROOT.glob("csrc/**/*"), *ROOT.glob("tests/*.cu")] if path.suffix in {".h", ".cuh", ".cu", ".cpp"}
+    path for path in [*ROOT.glob("csrc/**/*"), *ROOT.glob("tests/*")] if path.suffix in {".h", ".cuh", ".cu", ".cpp"}
 )
 
 

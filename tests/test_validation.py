@@ -1,13 +1,14 @@
 """Every rule of `flash_kda.fwd`: the exception's type, a message that names the argument, and nothing written."""
 
-import inspect
 import itertools
 import os
 import subprocess
 import sys
 
+import call_reader
 import pytest
 import torch
+from call_reader import OPTIONS, ORDER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import cu_seqlens_of, make_inputs
@@ -16,9 +17,6 @@ import flash_kda
 from flash_kda.interface import SCHEDULES, numbers_of
 from flash_kda.validation import PLAIN, _Footprint, _may_overlap, _overlaps_itself, in_common_form, validate
 
-PARAMETERS = inspect.signature(flash_kda.fwd).parameters.values()
-ORDER = tuple(x.name for x in PARAMETERS if x.kind is not x.KEYWORD_ONLY)
-OPTIONS = tuple(x.name for x in PARAMETERS if x.kind is x.KEYWORD_ONLY)
 T, H, N = 24, 2, 3
 TOKEN_TENSORS = ("q", "k", "v", "g", "out")
 STATES = ("initial_state", "final_state")
@@ -41,7 +39,9 @@ def rejects(call, error, pattern, **changes):
         flash_kda.fwd(**call | changes)
     for name in ("out", "final_state"):
         assert torch.all(call[name] == 7.0), f"{name} was written"
-    # The quick check must agree: it may refuse to decide, but not say yes. It does not see options.
+    # The quick checks must agree: they may refuse to decide, but not say yes. Python's does not see options.
+    if call_reader.why_not() is None:
+        assert call_reader.read(call | changes) is None
     arguments = [(call | changes)[name] for name in ORDER]
     try:
         if set(OPTIONS) & set(call | changes):
@@ -272,6 +272,8 @@ def test_neighbours_and_overlaps(call, output, name):
                 arguments = [(call | views)[x] for x in ORDER]
                 validate(*arguments)
                 assert in_common_form(*arguments)
+                if call_reader.why_not() is None:
+                    assert call_reader.read(call | views) == call_reader.expected(call | views)
 
 
 class TestFootprints:
@@ -365,7 +367,11 @@ def test_schedule(call, monkeypatch):
     with pytest.raises(ValueError, match=f"^FLASH_KDA_SCHEDULE: expected {expected}"):
         flash_kda.fwd(**call)
     assert torch.all(call["out"] == 7.0) and torch.all(call["final_state"] == 7.0)
-    for known in SCHEDULES:
+    for unknown in ("", "Auto", "auto ", "segments:", "segments:8", "segments:064", "segments:-64"):
+        monkeypatch.setenv("FLASH_KDA_SCHEDULE", unknown)
+        with pytest.raises(ValueError, match=f"got '{unknown}'$"):
+            flash_kda.fwd(**call)
+    for known in (*SCHEDULES, "segments:64"):
         monkeypatch.setenv("FLASH_KDA_SCHEDULE", known)
         flash_kda.fwd(**call)
 
@@ -407,6 +413,8 @@ def test_usual_layouts_take_the_quick_check(call, layout):
     arguments = [call[name] for name in ORDER]
     validate(*arguments)
     assert (in_common_form(*arguments), True) == numbers_of(*arguments, PLAIN)
+    if call_reader.why_not() is None:
+        assert call_reader.read(call) == call_reader.expected(call)
 
 
 def test_import_needs_neither_kernels_nor_a_gpu_nor_nvcc():
@@ -474,8 +482,8 @@ def test_option_sizes(call):
     message = r"^final_state: expected shape \[P, HV, V, K\]"
     rejects(call, ValueError, message, **options(call, initial_state=torch.zeros(9, H, 128, 128)))
     no_states = dict.fromkeys(STATES)
-    with pytest.raises(ValueError, match=r"^state_indices: expected None without initial_state and final_state"):
-        flash_kda.fwd(**options(call, **no_states))
+    message = r"^state_indices: expected None without initial_state and final_state"
+    rejects(call, ValueError, message, **options(call, **no_states))
     batch = make_inputs("random", 2, 128, H, "cpu") | {"out": torch.zeros(2, 128, H, 128, dtype=torch.bfloat16)}
     with pytest.raises(
         ValueError, match=r"^checkpoints: expected at least 4 rows for 2 sequences of 128 tokens, got 3"
@@ -540,6 +548,14 @@ def test_grouped_heads(call, name):
     three = torch.cat((call[name], call[name].narrow(dimension, 0, 1)), dimension)
     # v sets the number of heads, so that another v shows at the first argument that disagrees.
     rejects(call, ValueError, rf"^{'g' if name == 'v' else name}: expected shape", **changes | {name: three})
+
+
+def test_heads_that_are_no_multiple(call):
+    """Three of v for two of q, with whatever goes with v."""
+    wide = make_inputs("random", 1, T, 3, "cpu", state_dtype=torch.float32, N=N)
+    wide |= {name: call[name] for name in ("q", "k")}
+    wide |= {"out": torch.full_like(wide["v"], 7.0), "final_state": torch.full_like(wide["initial_state"], 7.0)}
+    rejects(call | wide, ValueError, r"^v: expected shape .* with HV a multiple of H = 2")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

@@ -135,13 +135,30 @@ void require_sm90(Schedule schedule, bool has_sm90) {
 // Plans of more segments than this are not made: slots are ints, and grids have limits.
 constexpr int64_t kMostSlotHeads = int64_t(1) << 28;
 
+// best_plan, remembered: a call asks twice, engines ask for the same shapes over and over, and where one pair can be
+// cut into many segments it takes as long as a launch.
+SegmentPlan known_best_plan(CallShape const& shape, int multiprocessors) {
+  struct Known {
+    CallShape shape{};
+    int multiprocessors = 0;
+    SegmentPlan plan;
+  };
+  thread_local std::array<Known, 64> known;
+  uint64_t const mix = uint64_t(shape.tokens) * 31 + uint64_t(shape.sequences) * 7 + uint64_t(shape.heads);
+  Known& entry = known[(mix * 0x9E3779B97F4A7C15u) >> 58];
+  if (entry.shape != shape || entry.multiprocessors != multiprocessors) {
+    entry = {shape, multiprocessors, best_plan(shape, multiprocessors)};
+  }
+  return entry.plan;
+}
+
 SegmentPlan plan_segments(CallShape const& shape, Schedule schedule, Device const& d) {
   bool const is_forced = schedule.kind == Schedule::kSegments;
   if (!(is_forced || schedule.kind == Schedule::kAuto) || !kHasSm90 || d.capability != 90) return {};
   if (shape.tokens == 0 || shape.sequences == 0 || shape.heads == 0) return {};
   if (is_forced) {
     SegmentPlan plan = schedule.segment_tokens > 0 ? plan_of_tokens(shape, schedule.segment_tokens)
-                                                   : best_plan(shape, d.multiprocessors);
+                                                   : known_best_plan(shape, d.multiprocessors);
     if (plan.tokens == 0) plan = plan_of_tokens(shape, kShortestSegment);  // of a chunk at most, on average
     if (plan.slots * shape.heads > kMostSlotHeads) {
       throw std::runtime_error("flash_kda: segments of " + std::to_string(plan.tokens) + " tokens are too many here");
@@ -150,7 +167,7 @@ SegmentPlan plan_segments(CallShape const& shape, Schedule schedule, Device cons
   }
   // Segments go over every token twice: nothing to win where pairs fill half of the device.
   if (2 * shape.sequences * shape.heads > d.multiprocessors) return {};
-  SegmentPlan const plan = best_plan(shape, d.multiprocessors);
+  SegmentPlan const plan = known_best_plan(shape, d.multiprocessors);
   return plan.tokens > 0 && plan.time < 0.95 * time_of_pairs(shape, d.multiprocessors) ? plan : SegmentPlan{};
 }
 
@@ -183,8 +200,10 @@ cudaError_t launch(Params const& p, Schedule schedule, int device, cudaStream_t 
   return portable::fwd(p, launch);
 }
 
-// Of segments:TOKENS; -1: not a number that fits.
-int tokens_of(std::string const& digits) {
+// Of segments:TOKENS, written as flash_kda/interface.py takes it; -1: not a number that fits.
+int tokens_of(std::string_view digits) {
+  constexpr size_t kMostDigits = 9;
+  if (digits.empty() || digits.size() > kMostDigits || digits[0] == '0') return -1;
   int tokens = 0;
   auto const [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), tokens);
   bool const is_number = error == std::errc() && end == digits.data() + digits.size();
@@ -193,20 +212,23 @@ int tokens_of(std::string const& digits) {
 
 }  // namespace
 
-Schedule schedule_of_name(std::string const& name) {
-  static constexpr std::pair<char const*, Schedule::Kind> kKinds[] = {{"auto", Schedule::kAuto},
-                                                                      {"pairs", Schedule::kPairs},
-                                                                      {"portable", Schedule::kPortable},
-                                                                      {"sm90", Schedule::kSm90},
-                                                                      {"segments", Schedule::kSegments}};
+std::optional<Schedule> find_schedule(std::string_view name) {
+  static constexpr std::pair<std::string_view, Schedule::Kind> kKinds[] = {{"auto", Schedule::kAuto},
+                                                                           {"pairs", Schedule::kPairs},
+                                                                           {"portable", Schedule::kPortable},
+                                                                           {"sm90", Schedule::kSm90},
+                                                                           {"segments", Schedule::kSegments}};
   for (auto const& [known, kind] : kKinds) {
-    if (name == known) return {kind};
+    if (name == known) return Schedule{kind};
   }
-  std::string const prefix = "segments:";
-  if (name.rfind(prefix, 0) == 0) {
-    int const tokens = tokens_of(name.substr(prefix.size()));
-    if (tokens > 0) return {Schedule::kSegments, tokens};
-  }
+  constexpr std::string_view kPrefix = "segments:";
+  if (!name.starts_with(kPrefix)) return std::nullopt;
+  int const tokens = tokens_of(name.substr(kPrefix.size()));
+  return tokens > 0 ? std::optional(Schedule{Schedule::kSegments, tokens}) : std::nullopt;
+}
+
+Schedule schedule_of_name(std::string const& name) {
+  if (auto const schedule = find_schedule(name)) return *schedule;
   throw std::invalid_argument(
       "flash_kda: schedule: expected auto, pairs, portable, sm90, segments, or segments:TOKENS with a multiple of 16, "
       "got " +

@@ -3,7 +3,9 @@
 
 #include <cuda_runtime.h>
 
+#include <optional>
 #include <string>
+#include <string_view>
 
 #include "api/segments.h"
 #include "params.h"
@@ -23,6 +25,9 @@ struct Schedule {
   Kind kind;
   int segment_tokens = 0;  // kSegments: 0 leaves it to the cost model
 };
+
+// Of a value of FLASH_KDA_SCHEDULE; nothing for an unknown one.
+std::optional<Schedule> find_schedule(std::string_view name);
 
 // Throws std::invalid_argument for an unknown name.
 Schedule schedule_of_name(std::string const& name);

@@ -10,6 +10,7 @@ struct CallShape {
   int64_t sequences;  // N
   int64_t heads;      // of v
   bool is_packed;     // sequences share the T tokens, else each has as many
+  bool operator==(CallShape const&) const = default;
 };
 
 struct SegmentPlan {
