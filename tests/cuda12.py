@@ -1,15 +1,18 @@
 """The sources with CUDA 12.9, the oldest toolkit that they are promised to build with.
 
-    python tests/cuda12.py FOLDER      # FOLDER: pip install --no-deps --target FOLDER, of PACKAGES below
+    python tests/cuda12.py --install FOLDER     # PACKAGES, into a folder of their own
+    python tests/cuda12.py FOLDER               # every source with what is in there
 
 No wheel of CUDA 12.9 holds nvcc. Its NVRTC, the same compiler for device code, takes the kernels' files as they are,
 their host functions for device functions that nothing calls. The host code is read by the C++ compiler with the headers
 of CUDA 12.9. What is not shown is that the nvcc of CUDA 12.9 joins the two.
 """
 
+import argparse
 import ctypes
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -52,6 +55,18 @@ cudaError_t cudaLaunchKernelEx(Types const&...);
 template <class... Types>
 cudaError_t cudaOccupancyMaxActiveClusters(Types const&...);
 """
+
+
+def install(folder):
+    """Has pip put PACKAGES into `folder`, all of them or nothing; CalledProcessError if it cannot.
+
+    A folder of their own: no environment is to have them beside those of its PyTorch.
+    """
+    new = Path(f"{folder}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--retries", "1", "--no-deps"]
+    subprocess.run([*pip, "--target", new, *PACKAGES], check=True)
+    new.rename(folder)
 
 
 def include_folders(folder):
@@ -125,12 +140,21 @@ def read_host_code(folder, source):
         raise RuntimeError(f"{source.name}: {result.stdout}{result.stderr}")
 
 
-def main(arguments):
-    if len(arguments) != 1:
-        sys.exit(__doc__)
-    nvrtc = Nvrtc(arguments[0])
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--install", action="store_true", help="fill FOLDER, if it is not there, and end")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the wheels of CUDA 12.9 are")
+    options = parser.parse_args(arguments)
+    if options.install:
+        if not options.folder.exists():
+            try:
+                install(options.folder)
+            except subprocess.CalledProcessError:  # pip has said why
+                sys.exit(f"cuda12: pip could not install {', '.join(PACKAGES)}")
+        return
+    nvrtc = Nvrtc(options.folder)
     for source in HOST_SOURCES:
-        read_host_code(arguments[0], source)
+        read_host_code(options.folder, source)
         print(f"{source.relative_to(ROOT)}: the headers of CUDA 12.9 will do", flush=True)
     for source in KERNEL_SOURCES:
         kernels = nvrtc.compile_kernels(source)
@@ -138,4 +162,4 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -166,7 +166,7 @@ run_times() {
     run_step benchmark "$PYTHON" -m benchmarks.run --seconds "$BENCHMARK_SECONDS" --json "$output/benchmark.json"
     run_step features "$PYTHON" -m benchmarks.features --json "$output/features.json"
     # A guard against regressions: the landed results of this device, where there are any. Single runs of a case spread
-    # by up to 12 %, so that is not what it may trip on.
+    # by up to 12 %, and where the GPU meets its power limit (docs/sm90-forward.md) by more.
     landed=$("$PYTHON" -c 'import torch
 from benchmarks.files import landed
 print(landed(torch.cuda.get_device_name()))')

@@ -23,13 +23,7 @@ mapfile -t oldest < <(sed -n '/^\[project.optional-dependencies\]/q; s/"\([a-z0-
 PYTHON=$folder/venv/bin/python
 "$PYTHON" -m pip install -q --disable-pip-version-check "${oldest[@]}" ninja wheel rich "numpy<2" pytest hypothesis
 # Apart, since PyTorch 2.4 has its own CUDA runtime.
-if [ ! -d "$folder/cuda-12.9" ]; then
-    mapfile -t packages < <("$PYTHON" -c 'import sys; sys.path[:0] = sys.argv[1:]; import cuda12
-print(*cuda12.PACKAGES, sep="\n")' "$ROOT/tests")
-    rm -rf "$folder/cuda-12.9.new"
-    "$PYTHON" -m pip install -q --disable-pip-version-check --no-deps --target "$folder/cuda-12.9.new" "${packages[@]}"
-    mv "$folder/cuda-12.9.new" "$folder/cuda-12.9"
-fi
+"$PYTHON" "$ROOT/tests/cuda12.py" --install "$folder/cuda-12.9"
 "$PYTHON" -m pip list --disable-pip-version-check | grep -E '^(torch|setuptools|pybind11|nvidia-cutlass|numpy) '
 
 rm -rf "$folder/project"

@@ -126,18 +126,12 @@ install_missing() {
     esac
 }
 
-# The headers and the NVRTC of CUDA 12.9, the oldest toolkit, in a folder of their own: no environment is to have them
-# beside those of its PyTorch.
+# The headers and the NVRTC of CUDA 12.9, the oldest toolkit.
 install_cuda12() {
-    local folder=build/cuda-12.9 packages
+    local folder=build/cuda-12.9
     [ ! -d $folder ] || return 0
-    mapfile -t packages < <("$PYTHON" -c 'import sys; sys.path.insert(0, "tests"); import cuda12
-print(*cuda12.PACKAGES, sep="\n")')
     say "installing CUDA 12.9's headers and NVRTC into $folder"
-    rm -rf $folder.new
-    "$PYTHON" -m pip install -q --disable-pip-version-check --retries 1 --no-deps --target $folder.new \
-        "${packages[@]}" && mv $folder.new $folder ||
-        say "pip could not install ${packages[*]}: the tests that need them are skipped"
+    "$PYTHON" tests/cuda12.py --install $folder || say "the tests that need them are skipped"
 }
 
 # Sets HAVE_GPU, and BUILT_ARCHS to what is to be built: what FLASH_KDA_CUDA_ARCHS says, else the GPU's arch, else,

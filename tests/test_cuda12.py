@@ -55,3 +55,10 @@ def test_what_spills_is_refused(nvrtc, monkeypatch):
 def test_every_file_of_kernels_is_known():
     others = set((cuda12.ROOT / "csrc").rglob("*.cu")) - set(cuda12.KERNEL_SOURCES)
     assert {path.name for path in others} == {"tensor_maps.cu"}  # host code
+
+
+def test_an_install_that_fails_leaves_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(cuda12, "PACKAGES", [str(tmp_path / "missing.whl")])
+    with pytest.raises(SystemExit, match="cuda12: pip could not install .*missing.whl"):
+        cuda12.main(["--install", str(tmp_path / "folder")])
+    assert not (tmp_path / "folder").exists()
