@@ -159,13 +159,9 @@ def test_sass_keeps_registers_out_of_memory(kernels):
 
 
 def test_sass_knows_where_memory_is(kernels):
-    """An access to an unknown address space (LD, ST) takes longer than one to global memory (LDG, STG).
-
-    The one that is meant reads a count in the other CTA's shared memory, where states of segments are combined.
-    """
+    """An access to an unknown address space (LD, ST) takes longer than one to global memory (LDG, STG)."""
     offenders = {key: opcodes(body) & {"LD", "ST"} for key, body in kernels.items()}
-    found = {key: names for key, names in offenders.items() if names}
-    assert [(key, names) for key, names in found.items() if "combine_kernel" not in key[1] or names != {"LD"}] == []
+    assert {key: names for key, names in offenders.items() if names} == {}
 
 
 def test_portable_kernels_use_the_tensor_cores(kernels):
@@ -192,9 +188,9 @@ def test_sm90_kernels_use_wgmma_tma_and_their_registers_or_cluster(build_info, k
         assert {key: opcodes(body) & (always | whole | split) for key, body in bodies.items()} == {
             key: always | own for key in bodies
         }
-    # Segments: what they do to the state, the states between them, and the forward pass of whole pairs.
-    segmented = {"17transition_kernel": always | whole | split, "14combine_kernel": {"HGMMA"} | (split - {"UBLKCP"})}
-    for name, expected in {**segmented, "7SharingE0E": always | whole}.items():
+    # Segments: what they do to the state, and their forward pass (kSegment), which gets transitions by bulk copies.
+    segmented = {"17transition_kernel": always | whole | split, "7SharingE3E": always | whole | {"UBLKCP"}}
+    for name, expected in segmented.items():
         bodies = {key: body for key, body in sm90.items() if name in key[1] and "9Segmented" in key[1]}
         assert len(bodies) == (2 if sm90 else 0), "expected one for each form of parameters"
         assert {key: opcodes(body) & (always | whole | split) for key, body in bodies.items()} == {

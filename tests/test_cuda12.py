@@ -1,6 +1,6 @@
 """CUDA 12.9, the oldest toolkit that is promised: host code with its headers, kernels with its compiler. No GPU needed.
 
-tests/oldest.sh has all of the kernels' files; here are those of the segment schedule, with its three kernels, and of
+tests/oldest.sh has all of the kernels' files; here are those of the segment schedule, with its two kernels, and of
 the portable one.
 """
 

@@ -13,12 +13,12 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t mean_tokens(CallShape const& s) { return s.is_packed ? ceil_div(s.tokens, s.sequences) : s.tokens; }
 
 // What the kernels take, in microseconds, fitted to an H200 (docs/segment-scan.md): a chunk of a segment's transition
-// and of its forward pass, where every SM has one; a step of the combination; starts and ends.
-constexpr double kTransitionChunk = 0.59, kForwardChunk = 0.9, kCombineStep = 1.8;
-constexpr double kTransitionStart = 12, kCombineStart = 5, kForwardStart = 3;
-// What the forward pass waits longer where it needs SMs that the combination was on, and what it costs that not every
-// cluster, or every segment, finds its SMs at once.
-constexpr double kForwardDelay = 6, kTransitionRound = 12, kForwardRound = 4;
+// and of its forward pass, where every SM has one; a step of the scan; starts and ends, and what these take longer
+// where all SMs start at once.
+constexpr double kTransitionChunk = 0.59, kForwardChunk = 0.9, kScanStep = 2.4;
+constexpr double kTransitionStart = 9, kForwardStart = 5, kCrowd = 7;
+// What it costs that not every cluster, or every segment, finds its SMs at once.
+constexpr double kTransitionRound = 12, kForwardRound = 8;
 // A chunk of a pair that two CTAs share, and of one that has an SM to itself; start and end.
 constexpr double kSplitChunk = 0.63, kWholeChunk = 0.88, kPairStart = 5;
 
@@ -49,9 +49,9 @@ SegmentPlan best_plan(CallShape const& s, int multiprocessors) {
     int64_t const forward_rounds = ceil_div(plan.slots * s.heads, multiprocessors);
     plan.time = kTransitionStart + (rounds - 1) * kTransitionRound;
     plan.time += rounds * std::min<int64_t>(2, segments - 1) * chunks * kTransitionChunk;
-    if (groups > 1) plan.time += kCombineStart + (groups - 1) * kCombineStep;
+    if (groups > 1) plan.time += (groups - 1) * kScanStep;  // to the last segment
     plan.time += kForwardStart + (forward_rounds - 1) * kForwardRound + forward_rounds * chunks * kForwardChunk;
-    if (plan.slots * s.heads + 4 * pairs > multiprocessors) plan.time += kForwardDelay;
+    plan.time += kCrowd * std::min(1., double(plan.slots * s.heads) / multiprocessors);
     if (best.tokens == 0 || plan.time < best.time) best = plan;
   }
   return best;

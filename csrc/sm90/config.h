@@ -26,7 +26,8 @@ enum class Sharing {
   kSplit,  // a pair a cluster of two CTAs: 64 value rows each, and each prepares every other chunk for both
   // The transition of a group of segments a cluster of two CTAs, which share chunks likewise: R's value rows in one,
   // and in the other P's rows, which start from the identity and have no V.
-  kStacked
+  kStacked,
+  kSegment  // a segment a CTA, which first finds the state before it
 };
 
 template <Sharing kSharing_>
@@ -34,7 +35,7 @@ struct Config {
   static constexpr Sharing kSharing = kSharing_;
   static constexpr bool kIsSplit = kSharing == Sharing::kSplit;
   static constexpr Pass kPass = kSharing == Sharing::kStacked ? Pass::kTransition : Pass::kForward;
-  static constexpr int kClusterSize = kSharing == Sharing::kWhole ? 1 : 2;
+  static constexpr int kClusterSize = kIsSplit || kPass == Pass::kTransition ? 2 : 1;
   static constexpr int kValueRows = kIsSplit ? 64 : kHeadDim;  // of a CTA, or P's rows
 
   // Warpgroups in this order: recurrence (64 value rows each), then prepare.
@@ -48,11 +49,15 @@ struct Config {
   // sure that chunk c - 2 kStages was worked off.
   static_assert(kClusterSize * kPrepareWarps <= kStages);
 
+  // The last stages hold transitions first.
+  static constexpr int kScanStages = kSharing == Sharing::kSegment ? 5 : 0;
+  __host__ __device__ static constexpr bool is_for_scan(int stage) { return stage >= kStages - kScanStages; }
+
   // Registers a thread, where roles trade them (not in kSplit): what the launch bounds give everyone, and what
   // setmaxnreg makes of it.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kRecurrenceRegisters = 152;
-  static constexpr int kPrepareRegisters = 104;
+  static constexpr int kRecurrenceRegisters = kSharing == Sharing::kSegment ? 160 : 152;
+  static constexpr int kPrepareRegisters = kSharing == Sharing::kSegment ? 96 : 104;
   static constexpr bool kRegistersSuffice =
       kRecurrenceRegisters * kRecurrenceWarps + kPrepareRegisters * kPrepareWarps <=
       kLaunchRegisters * (kRecurrenceWarps + kPrepareWarps);
@@ -75,10 +80,39 @@ template <class Config, Pass = Config::kPass>
 struct ForwardStorage {
   KeyNorms key_norms[Config::kStages];
   OutTile out[Config::kRecurrenceWarps];
-  Plan plan;
 };
 template <class Config>
 struct ForwardStorage<Config, Pass::kTransition> {};
+
+// A quarter of a transition: 32 of its rows, hi and then lo.
+constexpr int kPieces = 4, kPieceRows = kHeadDim / kPieces;
+struct alignas(128) Piece {
+  bf16 hi[kPieceRows * kHeadDim], lo[kPieceRows * kHeadDim];
+};
+
+// How transitions come to the recurrence warps that find a segment's state (scan.h), one after the other, each piece to
+// a place of its own in the ring's last stages, which nobody prepares a chunk in before `done`.
+// - full: the arrival of the lane that starts the copies and announces their bytes, and the bytes.
+// - empty: one arrival of each recurrence warp that is through with the piece. Whoever brings that of transition i
+//   waits for that of i - 1, parity (i - 1) % 2.
+// - done: one arrival of each recurrence warp that has its state; there is one phase.
+struct ScanStorage {
+  Barrier full[kPieces];
+  Barrier empty[kPieces];
+  Barrier done;
+};
+
+// What one way of sharing needs, and no other.
+template <Sharing>
+struct SharingStorage {};
+template <>
+struct SharingStorage<Sharing::kWhole> {
+  Plan plan;
+};
+template <>
+struct SharingStorage<Sharing::kSegment> {
+  ScanStorage scan;
+};
 
 template <class Config>
 struct SharedStorage {
@@ -99,7 +133,14 @@ struct SharedStorage {
   Barrier full[Config::kStages];
   Barrier empty[Config::kStages];
   ForwardStorage<Config> forward;
+  SharingStorage<Config::kSharing> own;
 
+  // Where piece i of a transition goes.
+  __device__ Piece& piece(int i) {
+    constexpr int kFirst = Config::kStages - Config::kScanStages;
+    static_assert(Config::kScanStages * sizeof(stage[0]) >= kPieces * sizeof(Piece));
+    return reinterpret_cast<Piece*>(&stage[kFirst])[i];
+  }
   // n of a stage's chunk: a transition needs it no longer than the warp that prepares it.
   __device__ KeyNorms& key_norms(int stage, int prepare_warp) {
     if constexpr (Config::kPass == Pass::kForward) {
@@ -112,5 +153,6 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage<Config<Sharing::kWhole>>) <= 227 * 1024);
 static_assert(sizeof(SharedStorage<Config<Sharing::kSplit>>) <= 227 * 1024);
 static_assert(sizeof(SharedStorage<Config<Sharing::kStacked>>) <= 227 * 1024);
+static_assert(sizeof(SharedStorage<Config<Sharing::kSegment>>) <= 227 * 1024);
 
 }  // namespace flash_kda::sm90

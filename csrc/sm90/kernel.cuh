@@ -14,12 +14,10 @@ namespace flash_kda::sm90 {
 
 // Roles run through the CTA's work items at their own pace: only the ring's barriers hold them together, so that the
 // next item is being loaded and prepared while this one's last chunks are worked off.
-template <class Config, class Params>
-__device__ __forceinline__ void run_whole(Params const& p, TensorMaps const& maps, SharedStorage<Config>& shared,
-                                          int warp, int lane) {
+template <class Config, class Params, class Schedule>
+__device__ __forceinline__ void run_list(Params const& p, TensorMaps const& maps, SharedStorage<Config>& shared,
+                                         Schedule const& schedule, int warp, int lane) {
   static_assert(Config::kRegistersSuffice, "setmaxnreg would wait for ever");
-  make_plan<Config>(p, shared.forward.plan);  // ends with a block barrier
-  Schedule<Params> const schedule{p, shared.forward.plan};
   if (warp < Config::kRecurrenceWarps) {
     cutlass::arch::warpgroup_reg_alloc<Config::kRecurrenceRegisters>();
     WorkItem item;
@@ -33,7 +31,12 @@ __device__ __forceinline__ void run_whole(Params const& p, TensorMaps const& map
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Config::kPrepareRegisters>();
     warp -= Config::kRecurrenceWarps;
-    prepare(p, maps, shared, ListJobs<Config, Params>(schedule, warp), warp, lane,
+    // By the last warp, whose first chunk has to wait for the scan anyway.
+    static_assert(Config::kScanStages == 0 || Config::is_for_scan(Config::kPrepareWarps - 1));
+    if constexpr (Config::kScanStages > 0) {
+      if (warp == Config::kPrepareWarps - 1) load_transitions(p, shared, schedule.slot(), schedule.head());
+    }
+    prepare(p, maps, shared, ListJobs<Config, Schedule>(schedule, warp), warp, lane,
             [&](int stage) { shared.full[stage].arrive(); });
   }
 }
@@ -67,6 +70,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& shared) {
     shared.full[s].init(kWarp);
     shared.empty[s].init(Config::kClusterSize * Config::kRecurrenceWarps);
   }
+  if constexpr (Config::kScanStages > 0) init_barriers(shared.own.scan, Config::kRecurrenceWarps);
   cutlass::arch::fence_barrier_init();
 }
 
@@ -80,8 +84,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   if (threadIdx.x == kWarp) prefetch_maps(maps);
   init_barriers(shared);
-  if constexpr (Config::kClusterSize == 1) {
-    run_whole(p, maps, shared, warp, lane);
+  if constexpr (Config::kSharing == Sharing::kWhole) {
+    make_plan<Config>(p, shared.own.plan);  // ends with a block barrier
+    run_list(p, maps, shared, Schedule<Params>{p, shared.own.plan}, warp, lane);
+  } else if constexpr (Config::kSharing == Sharing::kSegment) {
+    __syncthreads();  // barriers are there
+    run_list(p, maps, shared, OneItem<Params>{p}, warp, lane);
   } else {
     cute::cluster_sync();  // barriers are there
     run_split(p, maps, shared, warp, lane);
@@ -131,8 +139,8 @@ cudaError_t launch_fwd(Params const& p, TensorMaps const& maps, Launch const& la
   cudaError_t const status = allow_shared_memory<fwd_kernel<Config, Params>>(bytes, launch.device);
   if (status != cudaSuccess) return status;
   int64_t const pairs = count_sequences(p) * p.num_heads;
-  int64_t const ctas =
-      Config::kClusterSize == 1 ? std::min(pairs, int64_t(launch.multiprocessors)) : pairs * Config::kClusterSize;
+  int64_t const ctas = Config::kSharing == Sharing::kWhole ? std::min(pairs, int64_t(launch.multiprocessors))
+                                                           : pairs * Config::kClusterSize;
   LaunchConfig config(ctas, Config::kThreads, bytes, launch.stream);
   config.in_clusters_of(Config::kClusterSize);
   if (is_early) config.early();

@@ -39,9 +39,15 @@ __device__ __forceinline__ void prepare(Params const& p, TensorMaps const& maps,
   typename Forms<Params>::Beta::Logit logit;
   int gate_number = -1;
   auto const is_free = [&](RingPlace<Config> const& place) {
+    if constexpr (Config::kScanStages > 0) {
+      if (place.use == 0 && Config::is_for_scan(place.stage)) return shared.own.scan.done.is_complete(0);
+    }
     return place.use == 0 || shared.empty[place.stage].is_complete((place.use - 1) % 2);
   };
   auto const wait_until_free = [&](RingPlace<Config> const& place) {
+    if constexpr (Config::kScanStages > 0) {
+      if (place.use == 0 && Config::is_for_scan(place.stage)) shared.own.scan.done.wait(0);
+    }
     if (place.use > 0) shared.empty[place.stage].wait((place.use - 1) % 2);
   };
   auto const can_start = [&] {

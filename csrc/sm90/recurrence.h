@@ -2,51 +2,12 @@
 // Value rows never mix, so the two warpgroups do not talk to each other.
 #pragma once
 
-#include <cute/arch/mma_sm90_gmma.hpp>
-#include <cute/atom/mma_atom.hpp>
-#include <cute/tensor.hpp>
-
 #include "common/state_io.h"
+#include "sm90/scan.h"
 #include "sm90/schedule.h"
+#include "sm90/wgmma.h"
 
 namespace flash_kda::sm90 {
-
-// A from registers throughout: the accumulator of one product is, packed to bf16 register by register, the A operand of
-// the next. B [tokens, channels] and [tokens, tokens] K-major, B [channels, tokens] MN-major.
-using ContractAtom = cute::SM90_64x32x16_F32BF16BF16_RS<cute::GMMA::Major::K, cute::GMMA::Major::K>;
-using SquareAtom = cute::SM90_64x16x16_F32BF16BF16_RS<cute::GMMA::Major::K, cute::GMMA::Major::K>;
-using UpdateAtom = cute::SM90_64x128x16_F32BF16BF16_RS<cute::GMMA::Major::K, cute::GMMA::Major::MN>;
-
-// Accumulators of 64 rows by 8 kTiles columns, and A operands of 16 kBlocks depth.
-template <int kTiles>
-using Accumulator = cute::Shape<cute::Shape<cute::_2, cute::_2, cute::Int<kTiles>>, cute::_1, cute::_1>;
-template <int kBlocks>
-using Operand = cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kBlocks>>;
-
-// B operands as GMMA descriptors: of the matrix `offset` bytes into a stage, given the stage's address / 16. CuTe makes
-// the same ones of the layouts in common/stage.h, but masks and shifts an address anew for every product.
-template <uint32_t kLow, uint32_t kHigh>
-struct Descriptor {
-  __device__ static auto of(uint32_t stage_address, int offset) {
-    cute::GmmaDescriptor descriptor;
-    descriptor.reg32_[0] = stage_address + (uint32_t(offset) / 16 + kLow);  // shared memory ends below 2^18: no carry
-    descriptor.reg32_[1] = kHigh;
-    return cute::make_tensor(cute::GMMA::DescriptorIterator{descriptor},
-                             cute::Layout<cute::Shape<cute::_1, cute::_1>>{});
-  }
-};
-// Low word: start address / 16, distance of blocks along the leading dimension / 16 from bit 16 on. High word: distance
-// along the other one / 16, swizzle mode from bit 30 on.
-constexpr uint32_t leading(int bytes) { return uint32_t(bytes) / 16 << 16; }
-constexpr uint32_t kSwizzle128 = uint32_t(cute::GMMA::LayoutType::B128) << 30;
-constexpr int kGroupBytes = 8 * kPanel * int(sizeof(bf16));  // eight rows of a panel
-template <int kRows>
-constexpr int kPanelStride = kRows * kPanel * int(sizeof(bf16));             // from a tile's panel to the next
-using RowsKMajor = Descriptor<leading(16), kSwizzle128 | kGroupBytes / 16>;  // the leading distance is not used
-template <int kRows>
-using RowsMNMajor = Descriptor<leading(kPanelStride<kRows>), kSwizzle128 | kGroupBytes / 16>;
-using SquareKMajor =
-    Descriptor<leading(square_offset(0, 8) * int(sizeof(bf16))), square_offset(8, 0) * sizeof(bf16) / 16>;
 
 // A lane's share of a chunk's decays, as stage.h orders them.
 using Decays = float4[kHeadDim / 16];
@@ -85,8 +46,11 @@ __device__ __forceinline__ void recur(Params const& p, SharedStorage<Config>& sh
   bool const is_empty = item.length() == 0;
   Tensor state = make_tensor<float>(Accumulator<kHeadDim / 8>{});
   StateRows& state_rows = reinterpret_cast<StateRows&>(state(0));
-  if constexpr (kIsSegmented<Params>) cudaGridDependencySynchronize();  // states after segments are there
-  load_initial_state(state_rows, p, item.sequence_index, item.head, warp_value, is_empty ? 1.f : kShiftDown, lane);
+  if constexpr (kIsSegmented<Params>) {
+    scan(p, shared, state, item, warp_value, lane);
+  } else {
+    load_initial_state(state_rows, p, item.sequence_index, item.head, warp_value, is_empty ? 1.f : kShiftDown, lane);
+  }
   auto const checkpoint = [&](int tokens) {
     store_checkpoint(p, state_rows, item.sequence_index, item.head, warp_value, tokens, item.length(), lane);
   };

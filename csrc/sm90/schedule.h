@@ -116,6 +116,20 @@ __device__ __forceinline__ void make_plan(Params const& p, Plan& plan) {
   }
 }
 
+// Sharing::kSegment: a segment and head.
+template <class Params>
+struct OneItem {
+  Params const& p;
+
+  __device__ int slot() const { return blockIdx.x / p.num_heads; }
+  __device__ int head() const { return blockIdx.x % p.num_heads; }
+  __device__ bool find(WorkItem& item, int round) const {
+    if (round > 0) return false;
+    item = WorkItem::of(p, slot(), head(), 0);
+    return true;
+  }
+};
+
 // The place of a chunk in the ring: its stage, and how often that was used before.
 template <class Config>
 struct RingPlace {
@@ -138,17 +152,16 @@ struct RingPlace {
 //   gate_number          another number means another head or sequence
 //   advance()
 
-// Sharing::kWhole: every kPrepareWarps-th chunk of the CTA's list.
-template <class Config, class Params>
+// Of a CTA that shares with no other: every kPrepareWarps-th chunk of its list.
+template <class Config, class Schedule>
 struct ListJobs {
-  Schedule<Params> const& schedule;
+  Schedule const& schedule;
   WorkItem item;
   RingPlace<Config> place;
   int token, gate_number = 0;
   bool is_done;
 
-  __device__ ListJobs(Schedule<Params> const& schedule, int warp)
-      : schedule(schedule), place(warp), token(warp * kChunk) {
+  __device__ ListJobs(Schedule const& schedule, int warp) : schedule(schedule), place(warp), token(warp * kChunk) {
     is_done = !schedule.find(item, 0);
     settle();
   }

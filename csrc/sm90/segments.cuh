@@ -1,10 +1,9 @@
-// Sequences cut into segments that are worked on at once, in three kernels (docs/segment-scan.md):
+// Sequences cut into segments that are worked on at once, in two kernels (docs/segment-scan.md):
 //   1. transitions: what every group of segments does to the state before it;
-//   2. combine: the states between segments, from group to group;
-//   3. forward: the kernel for whole pairs, a segment a pair.
+//   2. forward: the kernel for whole pairs, a segment a CTA, which first makes the state before it of those
+//   transitions.
 #pragma once
 
-#include "sm90/combine.h"
 #include "sm90/kernel.cuh"
 #include "sm90/transition.h"
 
@@ -50,23 +49,17 @@ __global__ void __launch_bounds__(Stacked::kThreads, 1)
 
 template <class Params>
 cudaError_t launch_segments(Params const& p, TensorMaps const& maps, Launch const& launch) {
-  int const transition_bytes = sizeof(SharedStorage<Stacked>), combine_bytes = sizeof(CombineStorage);
-  cudaError_t status = allow_shared_memory<transition_kernel<Params>>(transition_bytes, launch.device);
-  if (status == cudaSuccess) status = allow_shared_memory<combine_kernel<Params>>(combine_bytes, launch.device);
+  int const bytes = sizeof(SharedStorage<Stacked>);
+  cudaError_t status = allow_shared_memory<transition_kernel<Params>>(bytes, launch.device);
   if (status != cudaSuccess) return status;
-
   int64_t const groups = groups_of(p.segments.slots) * int64_t(p.num_heads);
   if (groups > 0) {
-    LaunchConfig config(groups * Stacked::kClusterSize, Stacked::kThreads, transition_bytes, launch.stream);
+    LaunchConfig config(groups * Stacked::kClusterSize, Stacked::kThreads, bytes, launch.stream);
     config.in_clusters_of(Stacked::kClusterSize);
     status = cudaLaunchKernelEx(config, transition_kernel<Params>, p, maps);
     if (status != cudaSuccess) return status;
-    int64_t const parts = p.num_sequences * p.num_heads * (kHeadDim / kCombineRows);
-    LaunchConfig combine(parts * kCombineCtas, kCombineThreads, combine_bytes, launch.stream);
-    status = cudaLaunchKernelEx(combine.in_clusters_of(kCombineCtas).early(), combine_kernel<Params>, p);
-    if (status != cudaSuccess) return status;
   }
-  return launch_fwd<Config<Sharing::kWhole>>(p, maps, launch, groups > 0);
+  return launch_fwd<Config<Sharing::kSegment>>(p, maps, launch, groups > 0);
 }
 
 }  // namespace flash_kda::sm90
