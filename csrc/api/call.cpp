@@ -354,8 +354,7 @@ class Reader {
     auto const is_apart = [&](Name output, Name name) {
       if (name == output || !x_[output].meets(x_[name])) return true;
       // Updated in place. Shapes and dtypes are the same.
-      bool const are_states =
-          (output == kFinalState && name == kInitialState) || (output == kInitialState && name == kFinalState);
+      bool const are_states = output == kFinalState && name == kInitialState;
       return are_states && x_[output].start == x_[name].start && x_[output].end == x_[name].end;
     };
     for (Name const output : {kOut, kFinalState, kCheckpoints}) {
