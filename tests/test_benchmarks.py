@@ -393,8 +393,39 @@ class TestReadme:
         assert "fused_recurrent" not in filled
         assert "NVIDIA H200" in filled and "7 GPU tests passed" in filled.replace("\n", " ")
         assert "- not passed: compute-sanitizer memcheck: exit status 9: 2 errors" in filled
-        assert "From the record, NVIDIA H200, 2026-11-30, copy bandwidth 4.28 TB/s:" in filled
+        assert "From the record, NVIDIA H200, 2026-11-30, copy bandwidth 4.28 TB/s. These have one time" in filled
         assert record_readme.fill(filled, fake_record()) == filled
+
+    def test_sustained_times_have_a_column_where_they_differ(self):
+        record = fake_record()
+        for row in record["benchmark"]["rows"][:4]:
+            row["gpu_us_sustained"] = row["gpu_us"] * (1.1 if row["peer"].startswith("flash_kda") else 1.0)
+        filled = record_readme.fill(TEXT, record)
+        assert (
+            "| flash_kda portable: random / long | flash_kda portable, sustained: random / long | FLA Triton:" in filled
+        )
+        assert "| many heads | 8192/96 | 239 | 1500 / 1500 | 1650 / 1650 | 2600 / 2600 |" in filled
+        assert "| few heads | 1024/4/1 | 1.4 | failed / failed | failed / failed | not measured |" in filled
+        assert "FLA Triton, sustained" not in filled and "Rested: median of" in filled.replace("\n", " ")
+
+    def test_sustained_times_of_features(self):
+        rows = {
+            "gates": [{"case": "plain", "gpu_us": 400.0, "gpu_us_sustained": 440.0, "over_plain": 1.0}],
+            "bf16_states": [
+                {"case": "8192/64", "gate": gate, "gpu_us": us, "gpu_us_sustained": us + 30}
+                for gate, us in (("random", 310.0), ("long", 320.0))
+            ],
+            "decoding": [{"case": "256 x 1", "peer": "flash_kda", "gpu_us": 297.0, "share_of_bandwidth": 0.855}],
+        }
+        rows["decoding"][0]["gpu_us_sustained"] = 298.0
+        text = record_readme.features({"features": rows})
+        assert text.startswith("Rested: ")
+        assert "| microseconds | microseconds, sustained | over the plain call |" in text
+        assert "| plain | 400 | 440 | 1.00 |" in text
+        assert "| random | random, sustained | long | long, sustained | must |" in text
+        assert "| 8192/64 | 310 | 340 | 320 | 350 | 320 |" in text
+        assert "| by | microseconds | share of the copy bandwidth |" in text
+        assert "| 256 x 1 | flash_kda | 297 | 86% |" in text
 
     def test_a_record_of_other_sources_says_so(self):
         text = "of older kernel sources than these"
