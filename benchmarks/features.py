@@ -8,7 +8,8 @@
 - Decoding: states of a pool updated in place, as a share of the copy bandwidth measured in the same run on the bytes
   that must move, with FLA's fused_recurrent_kda (which reads and writes the same states, out of place) beside it.
 
-Each result is checked against the fp64 recurrence before it is timed; a wrong one ends the run.
+Each result is checked against the fp64 recurrence before it is timed; a wrong one ends the run. Times are those of
+benchmarks.run: rested, which the ratios and shares are of, and sustained.
 """
 
 import argparse
@@ -30,7 +31,7 @@ DECODING = ((256, 32, 1), (512, 96, 1), (256, 32, 4), (128, 96, 16))  # sequence
 
 
 def checked_times(what, case, call, inputs, cu_seqlens=None, indices=None):
-    """GPU times of `call`, which takes `inputs` and returns (out, final_state), once those two are found to be right.
+    """GpuTimes of `call`, which takes `inputs` and returns (out, final_state), once those two are found to be right.
 
     indices: the rows of initial_state and final_state that the sequences have; default: in their order.
     """
@@ -81,7 +82,7 @@ def gate_rows():
         call = fwd_into(x | changes, out, state)
         inputs = x | {key: value for key, value in changes.items() if key != "cu_seqlens"}
         times = checked_times(name, case, call, inputs)
-        rows.append({"case": name, "gpu_us": times.median, "least_us": times.least})
+        rows.append({"case": name} | times.fields())
     for row in rows:
         row["over_plain"] = row["gpu_us"] / rows[0]["gpu_us"]
     return rows
@@ -100,7 +101,7 @@ def bf16_state_rows():
             outputs = torch.empty_like(x["v"]), torch.empty_like(x["initial_state"])
             call = fwd_into(x | {"cu_seqlens": cu_seqlens}, *outputs)
             times = checked_times(f"bf16 states, {gate} gate", case, call, x, cu_seqlens)
-            rows.append({"case": case.name, "gate": gate, "gpu_us": times.median, "least_us": times.least})
+            rows.append({"case": case.name, "gate": gate} | times.fields())
     return rows
 
 
@@ -135,8 +136,8 @@ def decoding_rows(bandwidth):
             calls["FLA fused_recurrent_kda"] = theirs, None
         for name, (call, rows_of_states) in calls.items():
             times = checked_times(name, case, call, x, indices=rows_of_states)
-            row = {"case": case.name, "peer": name, "gpu_us": times.median}
-            rows.append(row | {"floor_us": floor, "share_of_bandwidth": floor / times.median})
+            row = {"case": case.name, "peer": name} | times.fields()
+            rows.append(row | {"floor_us": floor, "share_of_bandwidth": floor / row["gpu_us"]})
     return rows
 
 
@@ -145,7 +146,8 @@ def table_of(title, rows):
     for name in rows[0]:
         table.add_column(name)
     for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else value for value in row.values()))
+        words = ("not known" if value is None else value for value in row.values())
+        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in words))
     return table
 
 

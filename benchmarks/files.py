@@ -43,10 +43,46 @@ def read(path):
     for number, row in enumerate(result["rows"]):
         if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("case", "gate", "peer")):
             raise ValueError(f"{path}: row {number}: expected an object with case, gate and peer")
-        time = row.get("gpu_us")
-        if "error" not in row and not (isinstance(time, int | float) and math.isfinite(time) and time > 0):
-            raise ValueError(f"{path}: row {number}: expected error, or gpu_us in microseconds, got {time!r}")
+        if "error" in row:
+            continue
+        for name in ("gpu_us", "gpu_us_sustained") if is_rested(row) else ("gpu_us",):
+            time = row.get(name)
+            if not (isinstance(time, int | float) and math.isfinite(time) and time > 0):
+                raise ValueError(f"{path}: row {number}: expected error, or {name} in microseconds, got {time!r}")
     return result
+
+
+def is_rested(row):
+    """Whether gpu_us of a row was measured after a rest. In older files, without gpu_us_sustained, it is that one."""
+    return "gpu_us_sustained" in row
+
+
+def sustained(row):
+    """Microseconds of GPU time of a row under load without a rest."""
+    return row["gpu_us_sustained"] if is_rested(row) else row["gpu_us"]
+
+
+def sustained_differs(rows):
+    """Whether the sustained time of any of these rows is not, within 2 %, the rested one."""
+    return any(abs(sustained(row) / row["gpu_us"] - 1) > 0.02 for row in rows if "error" not in row)
+
+
+def definitions(rows):
+    """What the times of these rows are, in words; benchmarks.timing.GpuTimes measures them."""
+    timed = [row for row in rows if "error" not in row]
+    if not timed:
+        return "No time was measured."
+    if any(map(is_rested, timed)):
+        return (
+            "Rested: median of 10 to 40 replays, about 20 ms, after 0.5 s without work, at the GPU's full clock. "
+            "Sustained: median of 0.3 s of replays, 300 at most, without a rest, at the clock that the power limit "
+            "leaves. Times are rested where nothing else is said; a table of times has columns of sustained ones where "
+            "any are more than 2 % away."
+        )
+    return (
+        "These have one time each, a sustained one: median of 0.3 s of replays, 300 at most, without a rest, at the "
+        "clock that the power limit leaves."
+    )
 
 
 def by_key(result):

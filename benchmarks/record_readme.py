@@ -13,6 +13,8 @@ import json
 import re
 import sys
 import textwrap
+from functools import partial
+from operator import itemgetter
 
 from accuracy import BOUNDS, TABLE
 from gpu_record import extent, problems
@@ -20,12 +22,13 @@ from inputs import GATE_KINDS
 from source_digest import tree_digest
 
 from benchmarks.cases import CASES
-from benchmarks.files import ROOT, is_ours, landed, read, shown_peers
+from benchmarks.files import ROOT, definitions, is_ours, landed, read, shown_peers, sustained, sustained_differs
 
 README, DEEP_DIVE = ROOT / "README.md", ROOT / "docs" / "deep-dive.md"
 RECORD = ROOT / "tests" / "gpu_record.json"
 RESULTS = landed("NVIDIA H200")
 PARTS = ("out", "final state")
+wrap = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
 
 
 def table(header, rows):
@@ -78,38 +81,50 @@ def accuracy(record):
 
 
 def benchmark_of(record):
-    """(the benchmark, the words that say where it is from)"""
+    """(the benchmark, the words that say where it is from and what its times are)"""
     benchmark, origin = record["benchmark"], "the record"
     if not benchmark.get("rows"):
         benchmark, origin = read(RESULTS), f"`{RESULTS.relative_to(ROOT)}`, a run beside the record"
     source = f"From {origin}, {benchmark['device']}, {benchmark['date'][:10]}, copy bandwidth "
-    return benchmark, source + f"{benchmark['copy_bandwidth'] / 1e12:.2f} TB/s:\n\n"
+    source += f"{benchmark['copy_bandwidth'] / 1e12:.2f} TB/s. {definitions(benchmark['rows'])}"
+    return benchmark, wrap(source) + "\n\n"
+
+
+def kinds_of(rows):
+    """{what follows a column's name: the function that gives the time}, sustained ones where those of `rows` differ."""
+    return {"": itemgetter("gpu_us")} | ({", sustained": sustained} if sustained_differs(rows) else {})
 
 
 def speed(record):
-    """GPU time in microseconds, one row a case and one column a peer, both gate kinds in a cell."""
+    """GPU time in microseconds, one row a case and one column a peer, both gate kinds in a cell.
+
+    A peer whose sustained times differ from its rested ones has a second column, of those.
+    """
     benchmark, source = benchmark_of(record)
     rows = benchmark["rows"]
     peers = shown_peers(rows)
     cells = {(row["case"], row["peer"], row["gate"]): row for row in rows}
 
-    def time_of(row):
+    def text(row, time):
         if row is None or "error" in row:
             return "not run" if row and row["error"].startswith("not run") else "failed"
-        return f"{row['gpu_us']:.0f}"
+        return f"{time(row):.0f}"
 
-    def cell(case, peer):
+    def cell(case, peer, time):
         found = [cells.get((case, peer, gate)) for gate in GATE_KINDS]
-        if not any(found):
-            return "not measured"
-        return " / ".join(map(time_of, found))
+        return " / ".join(text(row, time) for row in found) if any(found) else "not measured"
 
+    gates = " / ".join(GATE_KINDS)
+    columns = []
+    for peer in peers:
+        kinds = kinds_of(row for row in rows if row["peer"] == peer)
+        columns += [(f"{peer}{suffix}: {gates}", peer, time) for suffix, time in kinds.items()]
     body = []
     for case in dict.fromkeys(row["case"] for row in rows):
         first = next(row for row in rows if row["case"] == case)
-        body.append([first["table"], case, microseconds(first["floor_us"]), *(cell(case, peer) for peer in peers)])
-    gates = " / ".join(GATE_KINDS)
-    return source + table(["", "tokens / heads / sequences", "floor", *(f"{peer}: {gates}" for peer in peers)], body)
+        times = (cell(case, peer, time) for _, peer, time in columns)
+        body.append([first["table"], case, microseconds(first["floor_us"]), *times])
+    return source + table(["", "tokens / heads / sequences", "floor", *(name for name, _, _ in columns)], body)
 
 
 def sweep(record):
@@ -165,21 +180,36 @@ def features(record):
     found = record.get("features")
     if not found:
         return "Not in the record."
-    gates = [[row["case"], microseconds(row["gpu_us"]), f"{row['over_plain']:.2f}"] for row in found["gates"]]
-    states = {(row["case"], row["gate"]): microseconds(row["gpu_us"]) for row in found["bf16_states"]}
+    gates, states, decoding = found["gates"], found["bf16_states"], found["decoding"]
+
+    def named(rows, name="microseconds"):
+        return [name + suffix for suffix in kinds_of(rows)]
+
+    def times(row, rows):
+        return [microseconds(time(row)) for time in kinds_of(rows).values()]
+
     musts = {case.name: str(case.must_us) for case in CASES}
-    names = dict.fromkeys(case for case, _ in states)
-    by_gate = [
-        [name, *(states.get((name, gate), "not measured") for gate in GATE_KINDS), musts[name]] for name in names
-    ]
-    decoding = [
-        [row["case"], row["peer"], microseconds(row["gpu_us"]), f"{row['share_of_bandwidth']:.0%}"]
-        for row in found["decoding"]
-    ]
+    by_case = {}
+    for row in states:
+        by_case.setdefault(row["case"], {})[row["gate"]] = times(row, states)
+    absent = ["not measured"] * len(kinds_of(states))
     tables = (
-        table(["8192 tokens, 96 heads, long gate", "microseconds", "over the plain call"], gates),
-        table(["bf16 states: tokens / heads", *GATE_KINDS, "must"], by_gate),
-        table(["sequences, states of a pool in place", "by", "microseconds", "share of the copy bandwidth"], decoding),
+        wrap(definitions(gates + states + decoding)),
+        table(
+            ["8192 tokens, 96 heads, long gate", *named(gates), "over the plain call"],
+            [[row["case"], *times(row, gates), f"{row['over_plain']:.2f}"] for row in gates],
+        ),
+        table(
+            ["bf16 states: tokens / heads", *(name for gate in GATE_KINDS for name in named(states, gate)), "must"],
+            [
+                [case, *(cell for gate in GATE_KINDS for cell in cells.get(gate, absent)), musts[case]]
+                for case, cells in by_case.items()
+            ],
+        ),
+        table(
+            ["sequences, states of a pool in place", "by", *named(decoding), "share of the copy bandwidth"],
+            [[row["case"], row["peer"], *times(row, decoding), f"{row['share_of_bandwidth']:.0%}"] for row in decoding],
+        ),
     )
     return "\n\n".join(tables)
 

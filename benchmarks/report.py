@@ -10,7 +10,6 @@ import argparse
 import re
 import shlex
 import sys
-import textwrap
 from functools import partial
 from itertools import product
 
@@ -21,12 +20,11 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
 from benchmarks import files
-from benchmarks.files import by_key, is_ours, shown_peers
+from benchmarks.files import by_key, definitions, is_ours, is_rested, shown_peers
 from benchmarks.peers import PEERS
-from benchmarks.record_readme import error, microseconds, table
+from benchmarks.record_readme import error, kinds_of, microseconds, table, wrap
 
 GATES = " / ".join(GATE_KINDS)
-wrap = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
 
 
 def sequences(row):
@@ -67,17 +65,27 @@ def cell(rows, case, peers, text):
 
 
 def times_table(result, name):
-    """Floor, every peer, must and goal, our share of the floor and speed-up, for the cases of one table."""
+    """Floor, every peer, must and goal, our share of the floor and speed-up, for the cases of one table.
+
+    A peer whose sustained times in the table differ from the rested ones has a column of those too.
+    """
     rows, peers, main = by_key(result), shown_peers(result["rows"]), main_peer(result)
+    columns = [
+        (f"{peer}{suffix}: {GATES}", peer, time)
+        for peer in peers
+        for suffix, time in kinds_of(
+            row for row in result["rows"] if (row["table"], row["peer"]) == (name, peer)
+        ).items()
+    ]
     others = [peer for peer in peers if peer != main] if main else []
     first = {row["case"]: row for row in reversed(result["rows"]) if row["table"] == name}
-    header = ["sequences", "H", "floor", *(f"{peer}: {GATES}" for peer in peers), "must", "goal"]
+    header = ["sequences", "H", "floor", *(column for column, _, _ in columns), "must", "goal"]
     header += [f"{main}: share of the floor"] * bool(main) + [f"speed-up over {peer}" for peer in others]
     body = []
     for case in dict.fromkeys(row["case"] for row in result["rows"] if row["table"] == name):
         row = first[case]
         line = [sequences(row), str(row["heads"]), microseconds(row["floor_us"])]
-        line += [cell(rows, case, [peer], lambda one: microseconds(one["gpu_us"])) for peer in peers]
+        line += [cell(rows, case, [peer], lambda one, time=time: microseconds(time(one))) for _, peer, time in columns]
         line += [str(row["must_us"]), str(row["goal_us"])]
         if main:
             line.append(cell(rows, case, [main], lambda one: f"{one['floor_us'] / one['gpu_us']:.0%}"))
@@ -103,11 +111,20 @@ def targets(result):
 
 
 def details_table(result):
-    """What else was measured, one line a case and peer."""
+    """What else was measured, one line a case and peer; the sustained time and the SM clock where the file has them."""
     rows = by_key(result)
+    timed = [row for row in result["rows"] if "error" not in row]
     columns = {
         "least": ("gpu_us_least", microseconds),
         "spread": ("gpu_us_spread", "{:.1f}".format),
+    }
+    if any(map(is_rested, timed)):
+        columns |= {
+            "sustained": ("gpu_us_sustained", microseconds),
+            "its spread": ("gpu_us_sustained_spread", "{:.1f}".format),
+            "SM clock": ("sm_clock_mhz", str),
+        }
+    columns |= {
         "host": ("host_us", "{:.0f}".format),
         "wall": ("wall_us", "{:.0f}".format),
         "extra MB": ("extra_bytes", lambda x: f"{x / 1e6:.1f}"),
@@ -116,9 +133,10 @@ def details_table(result):
     }
 
     def text(name, show):
-        return lambda row: "not measured" if row.get(name) is None else show(row[name])
+        absent = "not known" if name == "sm_clock_mhz" else "not measured"
+        return lambda row: absent if row.get(name) is None else show(row[name])
 
-    first = {(row["case"], row["peer"]): row for row in result["rows"] if "error" not in row}
+    first = {(row["case"], row["peer"]): row for row in timed}
     body = [
         [sequences(row), str(row["heads"]), peer, *(cell(rows, case, [peer], text(*one)) for one in columns.values())]
         for (case, peer), row in first.items()
@@ -259,7 +277,8 @@ def text_of(result, pictures):
         f"{made}:",
         f"```bash\n{command} \\\n    --json {path}\n```",
         wrap(
-            "Microseconds of GPU time: median of CUDA graph replays, bf16 inputs, K = V = 128, fp32 states in and out. "
+            "Microseconds of GPU time by replay of CUDA graphs, bf16 inputs, K = V = 128, fp32 states in and out. "
+            f"{definitions(result['rows'])} "
             "The floor is the bytes that must move over the copy bandwidth of the same run. Must and goal are targets "
             f"for an H200. {GATES} are the two kinds of gate; one number stands for both."
         ),
@@ -272,15 +291,17 @@ def text_of(result, pictures):
         parts += [f"## {name.capitalize()}", times_table(result, name)]
     if failed := failures(result):
         parts += ["## Rows without a result", failed]
+    twice = "the sustained time, its spread and the SM clock in MHz that nvidia-smi read right after it, while replays "
+    twice = twice + "went on, " if any(map(is_rested, result["rows"])) else ""
     parts += ["## Plots"] * bool(pictures)
     parts += [f"![{title}]({picture.relative_to(files.ROOT)})" for picture, (title, _) in pictures.items()]
     parts += [
         "## Spread, host time, memory and errors",
         wrap(
-            "Least and spread (10th to 90th percentile) of the GPU time, host time of an eager call, wall time from "
-            "its start to the end of its work, in microseconds; peak memory beyond arguments and results; relative "
-            "errors of the first and last head against the recurrence in fp64, the state's where all of the sequence "
-            "is checked."
+            f"Least and spread (10th to 90th percentile) of the GPU time, {twice}host time of an eager "
+            "call, wall time from its start to the end of its work, in microseconds; peak memory beyond arguments and "
+            "results; relative errors of the first and last head against the recurrence in fp64, the state's where all "
+            "of the sequence is checked."
         ),
         details_table(result),
     ]

@@ -165,8 +165,9 @@ run_times() {
     export FLA_CACHE_RESULTS=0
     run_step benchmark "$PYTHON" -m benchmarks.run --seconds "$BENCHMARK_SECONDS" --json "$output/benchmark.json"
     run_step features "$PYTHON" -m benchmarks.features --json "$output/features.json"
-    # A guard against regressions: the landed results of this device, where there are any. Single runs of a case spread
-    # by up to 12 %, and where the GPU meets its power limit (docs/sm90-forward.md) by more.
+    # A guard against regressions: the landed results of this device, where there are any. By rested times; landed
+    # results that have none are compared by sustained ones, which spread by up to 12 %, and where the GPU meets its
+    # power limit (docs/sm90-forward.md) by more.
     landed=$("$PYTHON" -c 'import torch
 from benchmarks.files import landed
 print(landed(torch.cuda.get_device_name()))')

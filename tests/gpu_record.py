@@ -284,6 +284,7 @@ def summary(record):
         results = [
             f"{row['peer']} {row['gate']} "
             + (f"failed: {row['error'][:60]}" if row.get("error") else f"{row['gpu_us']:.1f}")
+            + (f" ({row['gpu_us_sustained']:.1f} sustained)" if "gpu_us_sustained" in row else "")
             for row in rows
         ]
         host = [row["host_us"] for row in rows if row["peer"].startswith("flash_kda") and not row.get("error")]

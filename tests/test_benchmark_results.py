@@ -42,6 +42,13 @@ def make_result(**times):
     }
 
 
+def with_both_times(result, ratio=1.0, clock=1980):
+    """The same results as new files hold them: the sustained time is `ratio` times the rested one."""
+    for row in result["rows"]:
+        row |= {"gpu_us_sustained": ratio * row["gpu_us"], "gpu_us_sustained_spread": 4.5, "sm_clock_mhz": clock}
+    return result
+
+
 def row_of(result, case, gate, peer):
     return files.by_key(result)[case, gate, peer]
 
@@ -81,6 +88,8 @@ class TestFiles:
             (lambda result: result["rows"][2].pop("gpu_us"), "row 2: expected error, or gpu_us .* got None"),
             (lambda result: result["rows"][2].update(gpu_us=0), "got 0"),
             (lambda result: result["rows"][2].update(gpu_us=float("nan")), "got nan"),
+            (lambda result: result["rows"][2].update(gpu_us_sustained=None), "row 2: .* gpu_us_sustained .* got None"),
+            (lambda result: result["rows"][2].update(gpu_us_sustained=-1.0), "row 2: .* gpu_us_sustained .* got -1.0"),
         ],
     )
     def test_other_content_is_refused(self, change, message, tmp_path):
@@ -89,6 +98,29 @@ class TestFiles:
         (tmp_path / "file.json").write_text(json.dumps(result))
         with pytest.raises(ValueError, match=f"file.json: .*{message}"):
             files.read(tmp_path / "file.json")
+
+    @pytest.mark.parametrize("clock", [1980, None])
+    def test_files_with_one_time_and_with_two(self, clock, tmp_path):
+        old, new = make_result(ours=100), with_both_times(make_result(ours=100), 1.1, clock)
+        for result in (old, new):
+            (tmp_path / "file.json").write_text(json.dumps(result))
+            assert files.read(tmp_path / "file.json") == result
+        assert [files.is_rested(result["rows"][0]) for result in (old, new)] == [False, True]
+        assert [files.sustained(result["rows"][0]) for result in (old, new)] == [100, pytest.approx(110)]
+
+    def test_sustained_times_differ_beyond_2_percent(self):
+        for ratio, differs in ((0.97, True), (0.985, False), (1.0, False), (1.015, False), (1.03, True)):
+            rows = with_both_times(make_result(ours=100))["rows"]
+            rows[-1]["gpu_us_sustained"] *= ratio
+            assert files.sustained_differs(rows) == differs
+        assert not files.sustained_differs(make_result(ours=100)["rows"] + [{"error": "no result"}])
+
+    def test_definitions(self):
+        old, new = make_result(ours=100)["rows"], with_both_times(make_result(ours=100))["rows"]
+        fail(new[0], "out of memory")
+        assert files.definitions(old).startswith("These have one time each, a sustained one")
+        assert files.definitions(new).startswith("Rested: ") and "Sustained: " in files.definitions(new)
+        assert files.definitions(new[:1]) == "No time was measured."
 
 
 @pytest.fixture
@@ -118,6 +150,30 @@ class TestCompare:
         assert found == status and f"{status} regressions" in text
         line = next(line for line in text.splitlines() if ratio in line)
         assert "8192/96" in line and "random" in line and "100.0" in line and f"{time}.0" in line
+
+    def test_rested_with_rested(self, run_compare):
+        """What the power limit makes of the sustained times decides nothing."""
+        old = with_both_times(make_result(ours=100), 1.2)
+        status, text = run_compare(old, with_both_times(make_result(ours=104), 1.5))
+        assert status == 0 and text.count("1.040") == text.count("│ rested │") == 8 and "one time a row" not in text
+        status, text = run_compare(old, with_both_times(make_result(ours=106), 0.5))
+        assert status == 1 and "8 regressions" in text
+
+    def test_an_old_file_s_time_with_the_sustained_one(self, run_compare):
+        old, new = make_result(ours=120), with_both_times(make_result(ours=100), 1.2)
+        status, text = run_compare(old, new)
+        assert status == 0 and text.count("1.000") == text.count("│ sustained │") == 8
+        assert "old: one time a row, a sustained one; compared with sustained times" in text
+        assert "new: one time a row" not in text
+        assert "8 regressions" in run_compare(old, with_both_times(make_result(ours=100), 1.3))[1]
+        # The other way round, the new file may be the one without rested times.
+        status, text = run_compare(new, old)
+        assert status == 0 and text.count("1.000") == 8 and "new: one time a row" in text
+
+    def test_a_row_without_an_old_one_shows_its_rested_time(self, run_compare):
+        status, text = run_compare(make_result(fla=900), with_both_times(make_result(ours=100), 1.2))
+        line = next(line for line in text.splitlines() if "8192/96" in line and "flash_kda sm90" in line)
+        assert status == 0 and " rested " in line and " 100.0 " in line and " new │" in line
 
     def test_threshold(self, run_compare):
         old, new = make_result(ours=100), make_result(ours=120)
@@ -213,6 +269,32 @@ class TestReport:
         assert "2026-11-30T12:00:00+00:00" in text and "4.28 TB/s" in text.replace("\n", " ")
         absent = ", ".join(peer for peer in PEERS if peer not in peers)
         assert f"Not in the file: {absent}." in text and "Rows without" not in text
+
+    def test_sustained_times_have_a_column_where_they_differ(self, report):
+        result = with_both_times(make_result(ours=100, fla=900), clock=1755)
+        for gate, sustained in (("random", 120.0), ("long", 201.0)):
+            row_of(result, "8192/96", gate, "flash_kda sm90")["gpu_us_sustained"] = sustained
+        row_of(result, "8192/96", "random", "FLA Triton")["sm_clock_mhz"] = None
+        text = write_page(report, result)
+        many, few = [line for line in text.splitlines() if line.startswith("| sequences | H | floor")]
+        ours, fla = "flash_kda sm90: random / long", "FLA Triton: random / long"
+        assert f"| floor | {ours} | flash_kda sm90, sustained: random / long | {fla} | must |" in many
+        assert f"| floor | {ours} | {fla} | must |" in few
+        assert "| 8192 | 96 | 50 | 100 / 200 | 120 / 201 | 900 / 1800 | 400 | 340 | 50% / 25% | 9.00 |" in text
+        assert "| 8192 | 96 | flash_kda sm90 | 7.0 | 0.5 | 120 / 201 | 4.5 | 1755 | 33 |" in text
+        assert "| 8192 | 96 | FLA Triton | 7.0 | 0.5 | 900 / 1800 | 4.5 | not known / 1755 | 33 |" in text
+        plain = text.replace("\n", " ")
+        assert "Rested: median of" in plain and "Sustained: median of" in plain and "SM clock in MHz" in plain
+        assert "one time each" not in plain
+
+    def test_targets_are_held_by_rested_times(self, report):
+        text = write_page(report, with_both_times(make_result(ours=100), 9.0))
+        assert "must met in 2 of 4 cases, goal in 1" in text
+
+    def test_a_file_with_one_time_says_which(self, report):
+        text = write_page(report, make_result(ours=100)).replace("\n", " ")
+        assert "These have one time each, a sustained one" in text and "Rested" not in text
+        assert ", sustained:" not in text and "SM clock" not in text
 
     def test_what_the_file_lacks_is_said(self, report):
         result = make_result(ours=100, fla=900)

@@ -4,12 +4,15 @@ import json
 import shlex
 import subprocess
 import sys
+import time
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from inputs import GATE_KINDS, make_inputs
+from rich.console import Console
 from source_digest import tree_digest
 
 import flash_kda
@@ -17,11 +20,11 @@ import flash_kda
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import features, record_readme, run, warm_fla  # noqa: E402
+from benchmarks import features, record_readme, run, timing, warm_fla  # noqa: E402
 from benchmarks.cases import CASES, ERROR_CASE, QUICK, Case  # noqa: E402
 from benchmarks.peers import PEERS, published  # noqa: E402
 from benchmarks.peers.peer import Peer  # noqa: E402
-from benchmarks.timing import Times  # noqa: E402
+from benchmarks.timing import GpuTimes, SmClock, Times  # noqa: E402
 
 
 class TestCases:
@@ -95,17 +98,167 @@ class TestChecking:
         assert (times.median, times.least, times.spread) == (6, 1, 8)
 
 
+class LimitedGpu:
+    """A GPU with a power limit, in place of what timing measures with; it takes no time itself.
+
+    Beyond `busy_limit` seconds of work a replay takes a fifth longer. Half a second of rest undoes all of them, a
+    shorter one its share.
+    """
+
+    def __init__(self, monkeypatch, replay_us, busy_limit=0.04):
+        self.replay_us, self.busy_limit = replay_us, busy_limit
+        self.busy, self.events = 0.0, []
+        monkeypatch.setattr(timing, "elapsed", self.elapsed)
+        monkeypatch.setattr(timing.time, "sleep", self.sleep)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def replay(self):
+        self.last_us = self.replay_us * (1.2 if self.busy > self.busy_limit else 1.0)
+        self.busy += self.last_us / 1e6
+
+    def elapsed(self, enqueue, samples):
+        self.events.append(samples)
+        times = []
+        for _ in range(samples):
+            enqueue()
+            times.append(self.last_us)
+        return times
+
+    def sleep(self, seconds):
+        self.events.append("rest")
+        self.busy *= max(1 - 2 * seconds, 0.0)
+
+    def read(self, load):
+        """The SmClock."""
+        self.events.append("clock")
+        before = self.busy
+        load()
+        self.load_seconds = self.busy - before
+        return 1650 if self.busy > self.busy_limit else 1980
+
+
+class TestGpuTimes:
+    def test_rested_is_at_the_full_clock_and_sustained_is_not(self, monkeypatch):
+        gpu = LimitedGpu(monkeypatch, 400.0)
+        gpu.busy = 1.0  # hot from the case before
+        times = timing.replay_times(gpu.replay, 1, gpu)
+        assert times.rested == Times(400.0, 400.0, 0.0)
+        assert times.sustained.median == 480.0 and times.sustained.least == 400.0 and times.sustained.spread == 80.0
+        assert times.sm_clock == 1650
+        assert gpu.events == [3, "rest", 40, 300, "clock"]
+
+    def test_a_kernel_that_stays_within_the_limit_has_the_same_time_twice(self, monkeypatch):
+        gpu = LimitedGpu(monkeypatch, 90.0, busy_limit=10.0)
+        times = timing.replay_times(gpu.replay, 3, gpu)
+        assert times == GpuTimes(Times(30.0, 30.0, 0.0), Times(30.0, 30.0, 0.0), 1980)
+
+    @pytest.mark.parametrize(
+        "replay_us, burst, sustained", [(10.0, 40, 300), (600.0, 33, 300), (1500.0, 13, 200), (5500.0, 10, 54)]
+    )
+    def test_replays(self, monkeypatch, replay_us, burst, sustained):
+        """10 to 40 and about 20 ms, then 10 to 300 and about 0.3 s, then about 5 ms at a time under the reading."""
+        gpu = LimitedGpu(monkeypatch, replay_us, busy_limit=10.0)
+        timing.replay_times(gpu.replay, 1, gpu)
+        assert gpu.events == [3, "rest", burst, sustained, "clock"]
+        assert gpu.load_seconds == pytest.approx(max(0.005, replay_us / 1e6), rel=0.15)
+
+
+class TestSmClock:
+    """The reader, with programs in nvidia-smi's place."""
+
+    @pytest.fixture
+    def nvidia_smi(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+        def install(script):
+            program = tmp_path / "nvidia-smi"
+            program.write_text(f"#!/bin/sh\n{script}\n")
+            program.chmod(0o755)
+            return tmp_path
+
+        return install
+
+    def test_reads_under_load(self, nvidia_smi):
+        folder = nvidia_smi('echo "$@" >"${0%/*}/arguments"; sleep 0.1; echo 1755')
+        calls = []
+        assert SmClock("GPU-1234").read(lambda: calls.append(time.sleep(0.005))) == 1755
+        assert len(calls) > 2
+        arguments = (folder / "arguments").read_text().split()
+        assert arguments == ["--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "--id=GPU-1234"]
+
+    @pytest.mark.parametrize(
+        "script",
+        [
+            "echo '[N/A]'",
+            "echo '[Not Supported]'",
+            "echo 1755 MHz",
+            "echo 0",
+            "echo -1",
+            "printf '1755\\n1980\\n'",
+            "printf '\\377\\376'",
+            "true",
+            "echo 'No devices were found'; exit 6",
+            "echo 1755; exit 9",
+        ],
+    )
+    def test_what_is_no_clock_is_none(self, nvidia_smi, script):
+        nvidia_smi(script)
+        assert SmClock("GPU-1234").read(lambda: None) is None
+
+    def test_no_nvidia_smi(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert SmClock("GPU-1234").read(lambda: pytest.fail("nothing to wait for")) is None
+
+    def test_one_that_hangs_is_ended_and_not_started_for_ever(self, nvidia_smi):
+        folder = nvidia_smi('echo x >>"${0%/*}/starts"; exec sleep 60')
+        clock = SmClock("GPU-1234", budget=0.4)
+        started = time.monotonic()
+        assert [clock.read(lambda: time.sleep(0.01)) for _ in range(3)] == [None] * 3
+        assert time.monotonic() - started < 10
+        assert (folder / "starts").read_text() == "x\n"
+
+    def test_one_that_is_slow_is_read_until_the_budget_is_spent(self, nvidia_smi):
+        nvidia_smi("sleep 0.2; echo 1980")
+        clock = SmClock("GPU-1234", budget=20.0)
+        assert clock.read(lambda: time.sleep(0.01)) == 1980 and clock.left < 19.9
+        clock.left = 0.0
+        assert clock.read(lambda: None) is None
+
+    def test_an_error_under_load_ends_the_program(self, nvidia_smi):
+        nvidia_smi("exec sleep 60")
+        started = time.monotonic()
+
+        def load():
+            raise RuntimeError("CUDA error")
+
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            SmClock("GPU-1234").read(load)
+        assert time.monotonic() - started < 10
+
+    @pytest.mark.parametrize("properties", [{"uuid": "12-34"}, {}])
+    def test_the_gpu_is_named_by_its_uuid(self, monkeypatch, nvidia_smi, properties):
+        """Its index need not be nvidia-smi's: CUDA_VISIBLE_DEVICES changes it."""
+        nvidia_smi('echo "$*" | grep -q "id=GPU-12-34$" && echo 1980')
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", {3: types.SimpleNamespace(**properties)}.__getitem__)
+        timing.current_sm_clock.cache_clear()
+        clock = timing.current_sm_clock()
+        timing.current_sm_clock.cache_clear()
+        assert clock.read(lambda: None) == (1980 if properties else None)
+
+
 class TestRows:
     """What becomes of each peer on a case, on a CPU, where timing notes that it happened."""
 
     CASE = Case("small", "many heads", 3, (5, 9, 30), 40, 30)
+    TIMES = GpuTimes(Times(2.0, 1.0, 0.5), Times(3.0, 1.5, 0.75), 1755)
 
     @pytest.fixture
     def timed(self, monkeypatch):
         inputs = make_inputs("long", 1, 44, 3, "cpu", 0, torch.float32, N=3)
         monkeypatch.setattr(run, "input_sets", lambda case, gate: [(inputs, run.cu_seqlens_of(case.lengths))])
         timed = []
-        monkeypatch.setattr(run, "gpu_times", lambda calls: timed.append(calls) or Times(2.0, 1.0, 0.5))
+        monkeypatch.setattr(run, "gpu_times", lambda calls: timed.append(calls) or self.TIMES)
         for name in ("host_time", "wall_time", "extra_memory"):
             monkeypatch.setattr(run, name, lambda call: 7)
         return timed
@@ -138,12 +291,26 @@ class TestRows:
         rows = run.rows_of(self.CASE, "long", peers, 4e12, seen.append, lambda: False)
         assert [row["peer"] for row in rows] == ["flash_kda", "wrong", "NaN", "large", "absent"]
         assert seen == [f"small long {row['peer']}" for row in rows]
-        assert "error" not in rows[0] and rows[0]["gpu_us"] == 2.0 and rows[0]["error_out"] < 5e-3
+        assert "error" not in rows[0] and rows[0]["error_out"] < 5e-3
+        times = {name: value for name, value in rows[0].items() if name.startswith(("gpu_us", "sm_clock"))}
+        assert times == {
+            **{"gpu_us": 2.0, "gpu_us_least": 1.0, "gpu_us_spread": 0.5},
+            **{"gpu_us_sustained": 3.0, "gpu_us_sustained_spread": 0.75, "sm_clock_mhz": 1755},
+        }
         assert [row["error"].partition(":")[0] for row in rows[1:3]] == ["wrong result"] * 2
         assert rows[3]["error"].endswith("CUDA out of memory. Tried to allocate 20 GiB")
         assert rows[4]["error"] == "cannot be imported"
         assert len(timed) == 1 and not any("gpu_us" in row for row in rows[1:])
         assert all(row["floor_us"] == self.CASE.bytes / 4e12 * 1e6 and row["must_us"] == 40 for row in rows)
+
+    @pytest.mark.parametrize("clock, shown", [(1755, "1755"), (None, "not known")])
+    def test_printed(self, timed, monkeypatch, capsys, clock, shown):
+        monkeypatch.setattr(self, "TIMES", replace(self.TIMES, sm_clock=clock))
+        rows = run.rows_of(self.CASE, "long", [self.peer("flash_kda")], 4e12, lambda what: None, lambda: False)
+        run.print_rows(Console(width=200), rows)
+        line = next(line for line in capsys.readouterr().out.splitlines() if "flash_kda" in line)
+        cells = [cell.strip() for cell in line.split("│")]
+        assert cells[4:9] == ["2.0", "1.0", "0.5", "3.0", shown]
 
     def test_once_the_time_is_up_rows_say_so(self, timed):
         (row,) = run.rows_of(self.CASE, "long", [self.peer("flash_kda")], 4e12, lambda what: None, lambda: True)
@@ -171,6 +338,13 @@ class TestFeatures:
         with pytest.raises(RuntimeError, match="b, small: errors of out, final_state"):
             features.checked_times("b", case, lambda: (out, state + 1), x, cu_seqlens)
         assert len(timed) == 1
+
+    @pytest.mark.parametrize("clock, shown", [(1755, "1755"), (None, "not known")])
+    def test_printed(self, capsys, clock, shown):
+        row = {"case": "plain"} | GpuTimes(Times(2.0, 1.0, 0.5), Times(3.0, 1.5, 0.75), clock).fields()
+        Console(width=200).print(features.table_of("gates", [row]))
+        line = next(line for line in capsys.readouterr().out.splitlines() if "plain" in line)
+        assert [cell.strip() for cell in line.split("│")[1:-1]] == ["plain", "2", "1", "0.5", "3", "0.75", shown]
 
     def test_of_a_pool_in_place(self, timed):
         case, indices = Case("small", "decoding", 2, (3,) * 4, 1, 1), torch.tensor([2, 0, 3, 1])
@@ -393,8 +567,39 @@ class TestReadme:
         assert "fused_recurrent" not in filled
         assert "NVIDIA H200" in filled and "7 GPU tests passed" in filled.replace("\n", " ")
         assert "- not passed: compute-sanitizer memcheck: exit status 9: 2 errors" in filled
-        assert "From the record, NVIDIA H200, 2026-11-30, copy bandwidth 4.28 TB/s:" in filled
+        assert "From the record, NVIDIA H200, 2026-11-30, copy bandwidth 4.28 TB/s. These have one time" in filled
         assert record_readme.fill(filled, fake_record()) == filled
+
+    def test_sustained_times_have_a_column_where_they_differ(self):
+        record = fake_record()
+        for row in record["benchmark"]["rows"][:4]:
+            row["gpu_us_sustained"] = row["gpu_us"] * (1.1 if row["peer"].startswith("flash_kda") else 1.0)
+        filled = record_readme.fill(TEXT, record)
+        assert (
+            "| flash_kda portable: random / long | flash_kda portable, sustained: random / long | FLA Triton:" in filled
+        )
+        assert "| many heads | 8192/96 | 239 | 1500 / 1500 | 1650 / 1650 | 2600 / 2600 |" in filled
+        assert "| few heads | 1024/4/1 | 1.4 | failed / failed | failed / failed | not measured |" in filled
+        assert "FLA Triton, sustained" not in filled and "Rested: median of" in filled.replace("\n", " ")
+
+    def test_sustained_times_of_features(self):
+        rows = {
+            "gates": [{"case": "plain", "gpu_us": 400.0, "gpu_us_sustained": 440.0, "over_plain": 1.0}],
+            "bf16_states": [
+                {"case": "8192/64", "gate": gate, "gpu_us": us, "gpu_us_sustained": us + 30}
+                for gate, us in (("random", 310.0), ("long", 320.0))
+            ],
+            "decoding": [{"case": "256 x 1", "peer": "flash_kda", "gpu_us": 297.0, "share_of_bandwidth": 0.855}],
+        }
+        rows["decoding"][0]["gpu_us_sustained"] = 298.0
+        text = record_readme.features({"features": rows})
+        assert text.startswith("Rested: ")
+        assert "| microseconds | microseconds, sustained | over the plain call |" in text
+        assert "| plain | 400 | 440 | 1.00 |" in text
+        assert "| random | random, sustained | long | long, sustained | must |" in text
+        assert "| 8192/64 | 310 | 340 | 320 | 350 | 320 |" in text
+        assert "| by | microseconds | share of the copy bandwidth |" in text
+        assert "| 256 x 1 | flash_kda | 297 | 86% |" in text
 
     def test_a_record_of_other_sources_says_so(self):
         text = "of older kernel sources than these"

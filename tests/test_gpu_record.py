@@ -255,6 +255,11 @@ class TestMaking:
         assert "features: decoding 256 x 1 tokens, 32 heads, flash_kda: 290 us, 70% of the copy bandwidth" in text
         assert "fuzz: seed 0, 2000 cases, 0 failed; worst of a (sequence, head): random: out 9.00e-03" in text
 
+    def test_the_summary_has_sustained_times_where_there_are_some(self, results):
+        assert "flash_kda portable random 1234.5 |" in gpu_record.summary(make(results))
+        (results / "benchmark.json").write_text(json.dumps(benchmark_result(gpu_us_sustained=1300.25)))
+        assert "flash_kda portable random 1234.5 (1300.2 sustained) |" in gpu_record.summary(make(results))
+
     @pytest.mark.parametrize(
         "file, content, found",
         [
