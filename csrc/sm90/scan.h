@@ -1,5 +1,4 @@
-// The scan over a sequence's segments: a CTA makes the state before its own segment from the transitions in front of
-// it,
+// The scan over a sequence's segments: a CTA makes the state before its own from the transitions in front of it,
 //   S = S_before_the_group P + R
 // from group to group, and a last step into its group if the segment is that one's second. Every CTA goes all the way
 // for itself, while the first chunks are prepared: nobody waits for another one's result.

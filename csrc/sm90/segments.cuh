@@ -1,7 +1,6 @@
 // Sequences cut into segments that are worked on at once, in two kernels (docs/segment-scan.md):
 //   1. transitions: what every group of segments does to the state before it;
-//   2. forward: the kernel for whole pairs, a segment a CTA, which first makes the state before it of those
-//   transitions.
+//   2. forward: the kernel for whole pairs, a segment a CTA, which first makes the state before it (scan.h).
 #pragma once
 
 #include "sm90/kernel.cuh"
