@@ -107,11 +107,12 @@ struct alignas(128) Transition {
   }
 };
 
-// What is known of a head's state before a segment, in fp32: of a sequence's first, where there are others, a copy of
-// the initial state, whose memory may be the final state's; of the others first R, what the segments of the group
-// (groups_of) in front of it, up to it, leave of a zero state, and then the state itself; and P, through which they
-// hand on the state before the group,
+// What transitions tell of a head's state before a segment, in fp32: of a sequence's first, where there are others, a
+// copy of the initial state, whose memory may be the final state's; of the others R, what the segments of the group
+// (groups_of) in front of it, up to it, leave of a zero state, and P, through which they hand on the state before the
+// group,
 //   S = S_before_the_group P + R
+// Nobody stores that S. Behind a sequence's first group, which starts from the real state, R is S, and P is not stored.
 struct SegmentState {
   float4 state[kHeadDim / 16][kHeadDim / 8][kWarp];  // [V, K] as accumulators: rows / 16, tile, lane
   Transition transition;
@@ -140,8 +141,8 @@ __device__ __forceinline__ SegmentState& state_before(Segmented<Base> const& p, 
   return static_cast<SegmentState*>(p.segments.workspace)[int64_t(slot) * p.num_heads + head];
 }
 
-// Segments of a sequence go in groups of two: a cluster finds the state after each from the one before the group, so
-// that states have to be handed from group to group only. The last segment of a sequence needs nobody.
+// Segments of a sequence go in groups of two: R and P after each are relative to the state before the group, so that
+// the way to a segment's state goes from group to group. After the last segment of a sequence nobody needs them.
 constexpr int kGroupSegments = 2;
 __host__ __device__ constexpr int groups_of(int segments) { return segments / kGroupSegments; }
 

@@ -128,7 +128,8 @@ struct SharedStorage {
   //   the factors, which the other CTA copies in. It may copy before they are announced: the phase cannot end then.
   // - empty: one arrival of each recurrence warp hands it back, here and in the CTA that prepared it; where pairs are
   //   split, in both CTAs. Whoever fills the stage for use i waits for use i - 1, parity (i - 1) % 2; for i = 0 it does
-  //   not wait. That a stage was worked off over there tells that the copy there was done, too.
+  //   not wait, or, for a stage that holds transitions first, for the scan's `done`. That a stage was worked off over
+  //   there tells that the copy there was done, too.
   Barrier loaded[Config::kStages];
   Barrier full[Config::kStages];
   Barrier empty[Config::kStages];
