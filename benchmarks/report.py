@@ -291,8 +291,12 @@ def text_of(result, pictures):
         parts += [f"## {name.capitalize()}", times_table(result, name)]
     if failed := failures(result):
         parts += ["## Rows without a result", failed]
-    twice = "the sustained time, its spread and the SM clock in MHz that nvidia-smi read right after it, while replays "
-    twice = twice + "went on, " if any(map(is_rested, result["rows"])) else ""
+    twice = (
+        "the sustained time, its spread and the SM clock in MHz that nvidia-smi read right after it, while replays "
+        "went on, "
+        if any(map(is_rested, result["rows"]))
+        else ""
+    )
     parts += ["## Plots"] * bool(pictures)
     parts += [f"![{title}]({picture.relative_to(files.ROOT)})" for picture, (title, _) in pictures.items()]
     parts += [

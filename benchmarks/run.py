@@ -4,11 +4,11 @@
 
 Every case runs for both kinds of gate, every peer in turn in one process: first a check of the results against the fp64
 recurrence, then GPU time (CUDA graph replay), host and wall time of an eager call and peak extra memory. GPU time is
-measured twice: rested, at the full clock, which is what targets and published numbers are, and sustained, at the clock
-that the power limit leaves, with that clock (benchmarks.timing.GpuTimes). The floor is the bytes that must move over
-the copy bandwidth measured in the same run. A peer that is missing, wrong or out of memory is a row that says so. Ours
-go first, through all cases, since others may take minutes to compile; --json is written after every case, so that a run
-that is cut short leaves what it has.
+measured twice: rested, at the full clock, as the targets were, and sustained, at the clock that the power limit leaves,
+with that clock (benchmarks.timing.GpuTimes). The floor is the bytes that must move over the copy bandwidth measured in
+the same run. A peer that is missing, wrong or out of memory is a row that says so. Ours go first, through all cases,
+since others may take minutes to compile; --json is written after every case, so that a run that is cut short leaves
+what it has.
 """
 
 import argparse
