@@ -7,8 +7,8 @@ from flash_kda.interface import SCHEDULES as SETTINGS  # noqa: F401 - what FLASH
 
 EXACT = ("portable", "sm90")  # agree to the bit with tests/torch_ref.py
 # Sequences cut every 64 tokens, whatever the call: as with the others, a sequence's bits hang on nothing else. The
-# state between segments comes from other kernels than the outputs, so that a call does not go on from a given state
-# with the bits of a longer one.
+# state before a segment comes from the scan, not from the outputs' recurrence, so that a call does not go on from a
+# given state with the bits of a longer one.
 PINNED = "segments:64"
 SCHEDULES = (*EXACT, PINNED)
 # Cut as the cost model says: bits hang on the number of tokens, sequences and heads.
