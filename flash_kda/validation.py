@@ -9,6 +9,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 HEAD_DIM = 128
 LOWER_BOUND_MIN = -5.0
@@ -92,6 +93,7 @@ def in_common_form(
         and type(lower_bound) in _NUMBER_TYPES
         and -FLOAT32_MAX <= scale <= FLOAT32_MAX
         and LOWER_BOUND_MIN <= lower_bound < 0
+        and not may_hold_tangents()
     ):
         return ()
     if grad and (
@@ -274,8 +276,7 @@ def validate(
     _check_shapes(tensors, options)
 
     for name, x in tensors.items():
-        if x.numel() and not x.data_ptr():
-            raise ValueError(f"{name}: expected a tensor with memory, got one whose storage was freed (resized to 0)")
+        address_of(name, x)
         if x.is_neg():
             raise ValueError(
                 f"{name}: expected plain values, got a lazily negated view (is_neg() is true); pass its resolve_neg()"
@@ -303,17 +304,45 @@ def validate(
         raise ValueError(f"scale: expected a finite fp32 number, got {scale}")
     if lower_bound is not None and not LOWER_BOUND_MIN <= lower_bound < 0:
         raise ValueError(f"lower_bound: expected a number in [{LOWER_BOUND_MIN:g}, 0), got {lower_bound}")
-    if torch.is_grad_enabled():
-        for name, x in tensors.items():
-            if x.requires_grad:
-                raise ValueError(
-                    f"{name}: expected a tensor that needs no gradient, got requires_grad=True; fwd computes the "
-                    "forward pass only: call it under torch.inference_mode() or torch.no_grad(), or detach the tensor"
-                )
+    check_gradients(tensors)
     if options.gate == "log":
         for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
             if x is not None:
                 raise ValueError(f'{name}: expected None with gate="log", where g holds the decays themselves')
+
+
+def may_hold_tangents() -> bool:
+    """Whether tensors may be dual ones, of forward-mode differentiation: within `forward_ad.dual_level()`."""
+    return forward_ad._current_level >= 0
+
+
+def check_gradients(tensors: dict[str, torch.Tensor]) -> None:
+    """ValueError for a tensor that a derivative is to be taken with respect to: there would be none, silently."""
+    for name, x in tensors.items():
+        if x.requires_grad and torch.is_grad_enabled():
+            got = "requires_grad=True"
+        elif forward_ad.unpack_dual(x).tangent is not None:
+            got = "a dual tensor with a tangent"
+        else:
+            continue
+        raise ValueError(
+            f"{name}: expected a tensor that needs no gradient, got {got}; fwd computes the forward pass only: call it "
+            "under torch.inference_mode() or torch.no_grad(), or detach the tensor"
+        )
+
+
+def address_of(name, x) -> int:
+    """The address of x, 0 if it has no elements; ValueError where no memory of its own stands behind it."""
+    try:
+        address = x.data_ptr()
+    except RuntimeError:
+        address = None
+    if address is None or (x.numel() and not address):
+        raise ValueError(
+            f"{name}: expected a tensor with memory of its own, got one whose storage was freed (resized to 0), or one "
+            "that torch.func (vmap, grad, jvp, functionalize) has put in the place of another"
+        )
+    return address
 
 
 def _check_switches(options):
