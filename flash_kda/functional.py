@@ -3,7 +3,7 @@
 import torch
 
 from flash_kda.interface import checkpoint_offsets, fwd
-from flash_kda.validation import ALIGNMENT, HEAD_DIM, check_dtype
+from flash_kda.validation import ALIGNMENT, HEAD_DIM, address_of, check_dtype
 
 STATE_INTERVAL = 64  # tokens between the intermediate states, flash-linear-attention's chunk
 CHUNK_SIZES = (32, 64)  # what flash-linear-attention takes
@@ -147,7 +147,7 @@ def chunk_kda(
     else:
         gate = {"A_log": None, "dt_bias": None, "lower_bound": None, "gate": "log"}
     fwd(
-        *(_served(x) for x in (q, k, v, g)),
+        *(_served(name, x) for name, x in (("q", q), ("k", k), ("v", v), ("g", g))),
         beta,
         HEAD_DIM**-0.5 if scale is None else scale,
         out,
@@ -173,12 +173,12 @@ def _check_tensor(name, x, expected="a torch.Tensor or None"):
         raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
 
 
-def _served(x):
+def _served(name, x):
     """x itself where `fwd` takes its strides, else a contiguous copy."""
     unit = ALIGNMENT // x.element_size()
-    steps = (stride for stride, size in zip(x.stride(), x.shape[:3], strict=False) if size > 1)
+    steps = (stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1)
     # A traced tensor has no address yet: `fwd` looks at it when the graph runs.
-    aligned = torch.compiler.is_compiling() or x.data_ptr() % ALIGNMENT == 0
+    aligned = torch.compiler.is_compiling() or address_of(name, x) % ALIGNMENT == 0
     if aligned and x.stride(-1) == 1 and all(stride % unit == 0 for stride in steps):
         return x
     return x.contiguous()

@@ -33,7 +33,7 @@ cd "$folder/project"
 
 export PYTHONPATH=$folder/project
 tests=(tests/test_cpu.py tests/test_validation.py tests/test_recurrence.py tests/test_cli.py tests/test_build.py)
-tests+=(tests/test_fuzz.py tests/test_hardening.py)
+tests+=(tests/test_fuzz.py tests/test_hardening.py tests/test_operator.py)
 if "$PYTHON" build_config.py "${FLASH_KDA_CUDA_ARCHS:=90a}"; then
     FLASH_KDA_CUDA_ARCHS=$FLASH_KDA_CUDA_ARCHS "$PYTHON" setup.py -q build_ext --inplace >"$folder/build.log" 2>&1 ||
         { tail -n 40 "$folder/build.log"; exit 1; }
