@@ -83,9 +83,9 @@ def chunk_kda(
     if use_gate_in_kernel and A_log is None and lower_bound is None:
         raise ValueError("A_log: expected a tensor with use_gate_in_kernel=True and lower_bound=None, got None")
     if return_intermediate_states and chunk_size != STATE_INTERVAL:
-        raise ValueError(f"chunk_size: expected {STATE_INTERVAL} with return_intermediate_states, got {chunk_size}")
+        raise ValueError(f"chunk_size: expected {STATE_INTERVAL} with return_intermediate_states, got {chunk_size!r}")
     if chunk_size not in CHUNK_SIZES:
-        raise ValueError(f"chunk_size: expected one of {', '.join(map(str, CHUNK_SIZES))}, got {chunk_size}")
+        raise ValueError(f"chunk_size: expected one of {', '.join(map(str, CHUNK_SIZES))}, got {chunk_size!r}")
     # What has to hold before `fwd` can look at it.
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
         _check_tensor(name, x, "a torch.Tensor")

@@ -222,7 +222,9 @@ def options_of(
         and checkpoints is None
         and interval is None
         and offsets is None
+        and type(at) is str
         and at == "end"
+        and type(gate) is str
         and gate == "raw"
         and use_qk_l2norm is True
         and use_beta_sigmoid is True

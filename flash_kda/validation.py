@@ -321,7 +321,7 @@ def check_gradients(tensors: dict[str, torch.Tensor]) -> None:
     for name, x in tensors.items():
         if x.requires_grad and torch.is_grad_enabled():
             got = "requires_grad=True"
-        elif forward_ad.unpack_dual(x).tangent is not None:
+        elif may_hold_tangents() and forward_ad.unpack_dual(x).tangent is not None:
             got = "a dual tensor with a tangent"
         else:
             continue
@@ -351,7 +351,7 @@ def _check_switches(options):
     for name in ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"):
         value = getattr(options, name)
         if not isinstance(value, bool):
-            raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+            raise TypeError(f"{name}: expected a bool, got {type_name(value)}")
     if options.allow_neg_eigval and not options.use_beta_sigmoid_in_kernel:
         raise ValueError(
             "allow_neg_eigval: expected False with use_beta_sigmoid_in_kernel=False, where beta is already activated"
@@ -365,10 +365,16 @@ def _check_switches(options):
     check_interval("checkpoint_interval", interval, "an int with checkpoints")
 
 
+def type_name(value) -> str:
+    """The name of a value's type, with its module where that is another's: NumPy's bool is not Python's."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
 def check_interval(name, interval, expected="an int"):
     """TypeError or ValueError unless checkpoints can lie `interval` tokens apart."""
     if isinstance(interval, bool) or not isinstance(interval, int):
-        raise TypeError(f"{name}: expected {expected}, got {type(interval).__name__}")
+        raise TypeError(f"{name}: expected {expected}, got {type_name(interval)}")
     if interval <= 0 or interval % CHECKPOINT_UNIT or interval > TOKENS_MAX:
         raise ValueError(f"{name}: expected a positive multiple of {CHECKPOINT_UNIT} tokens, got {interval}")
 
@@ -376,7 +382,7 @@ def check_interval(name, interval, expected="an int"):
 def check_choice(name, value, known):
     """TypeError or ValueError unless value is one of the known strings."""
     if not isinstance(value, str):
-        raise TypeError(f"{name}: expected a str, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a str, got {type_name(value)}")
     if value not in known:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, known))}, got {value!r}")
 
@@ -483,7 +489,7 @@ def _check_tensor(name, x, is_optional):
 
 def _number(name, value):
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a float, got {type_name(value)}")
     try:
         return float(value)
     except OverflowError:

@@ -232,6 +232,7 @@ def test_rows_that_the_kernels_cannot_address_are_copied(device):
         ({"A_log": None, "lower_bound": None}, r"^A_log: expected a tensor"),
         ({"return_intermediate_states": True, "chunk_size": 32}, r"^chunk_size: expected 64"),
         ({"chunk_size": 128}, r"^chunk_size: expected one of 32, 64, got 128"),
+        ({"chunk_size": "64"}, r"^chunk_size: expected one of 32, 64, got '64'"),
         ({"dt_bias": torch.zeros(HEAD_DIM, 2)}, r"^dt_bias: expected shape .*, got \[128, 2\]"),
         ({"dt_bias": torch.zeros(HEAD_DIM)}, r"^dt_bias: expected shape"),
         ({"A_log": torch.zeros(3)}, r"^A_log: expected shape"),

@@ -339,7 +339,18 @@ def test_final_state_may_be_initial_state(call):
     [(name, x) for x in ("1", True, 1j, torch.tensor(-1.0)) for name in ("scale", "lower_bound")] + [("scale", None)],
 )
 def test_number_type(call, name, value):
-    rejects(call, TypeError, rf"^{name}: expected a float, got {type(value).__name__}", **{name: value})
+    rejects(call, TypeError, rf"^{name}: expected a float, got .*\b{type(value).__name__}$", **{name: value})
+
+
+def test_types_of_numpy_are_named_so(call):
+    """NumPy's bool has the name of Python's, an array of strings is compared string by string."""
+    np = pytest.importorskip("numpy")
+    for name in ("use_qk_l2norm_in_kernel", "allow_neg_eigval"):
+        rejects(call, TypeError, rf"^{name}: expected a bool, got numpy\.bool", **{name: np.True_})
+    for name, value in (("gate", "raw"), ("checkpoint_at", "end")):
+        for array in (np.array([value]), np.array([value, "other"])):
+            rejects(call, TypeError, rf"^{name}: expected a str, got numpy\.ndarray", **{name: array})
+    rejects(call, TypeError, r"^scale: expected a float, got numpy\.float32", scale=np.float32(1))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39, 10**400])
