@@ -352,13 +352,18 @@ class TestBackend:
             ({"q": torch.zeros(4, 2, 128, dtype=torch.bfloat16)}, r"four dimensions, got q of shape \[4, 2, 128\]"),
             ({"q": torch.zeros(1, 4, 0, 128, dtype=torch.bfloat16)}, "HV = 2 and H = 0"),
             ({"state_v_first": True, "transpose_state_layout": False}, "state_v_first and transpose_state_layout"),
+            ({"use_qk_l2norm_in_kernel": 1}, "requires a bool, got use_qk_l2norm_in_kernel of int"),
+            ({"scale": torch.tensor(0.1)}, "requires a float, got scale of torch.Tensor"),
+            ({"lower_bound": torch.tensor(-1.0)}, "requires a float, got lower_bound of torch.Tensor"),
             ({"something_new": 1}, "does not know these arguments.*something_new"),
         ],
     )
     def test_reasons(self, changes, reason, monkeypatch):
         """What it declines, on tensors that say they are a GPU's; the kernels are taken to be there."""
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-        monkeypatch.setattr(integration, "extension", lambda: None)
+        kernels = types.SimpleNamespace(build_info=lambda: {"archs": ["90a", "120a"]})
+        monkeypatch.setattr(integration, "extension", lambda: kernels)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
         call = make_inputs("random", 1, 4, 2, "cpu") | RAW
         with torch.no_grad():
             assert integration.why_not(**call) is None
@@ -376,6 +381,10 @@ class TestBackend:
                 {"v": torch.zeros(1, 4, 4, 128, dtype=torch.bfloat16)},
             ):
                 assert integration.why_not(**call | accepted) is None
+            for capability in ((8, 0), (10, 0), (12, 1)):
+                monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+                reason = integration.why_not(**call)
+                assert "built for 90a, 120a, and " in reason and reason.endswith(".".join(map(str, capability)))
         with torch.enable_grad():
             assert "gradients are enabled" in integration.why_not(**call)
 
