@@ -8,6 +8,7 @@
 # (default: 90a) are built, too. The host code is also read with the headers of CUDA 12.9, the oldest toolkit, and every
 # kernel compiled with its NVRTC.
 set -euo pipefail
+unset CDPATH  # by which cd may go elsewhere, and prints where
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 folder=$(realpath -m "${1:-$ROOT/build/oldest}")
 python3=${FLASH_KDA_PYTHON:-python3}
