@@ -244,7 +244,7 @@ def validate(
     optional |= {name: getattr(options, name) for name in ("state_indices", "checkpoints", "checkpoint_offsets")}
     tensors = required | {name: x for name, x in optional.items() if x is not None}
     for name, x in tensors.items():
-        _check_tensor(name, x, name in optional)
+        check_tensor(name, x, name in optional)
     scale = _number("scale", scale)
     lower_bound = None if lower_bound is None else _number("lower_bound", lower_bound)
     _check_switches(options)
@@ -473,11 +473,13 @@ def is_plain(q, v, g, beta, A_log, dt_bias, lower_bound, initial_state, final_st
     )
 
 
-def _check_tensor(name, x, is_optional):
+def check_tensor(name, x, is_optional):
+    """TypeError unless x is a plain dense tensor."""
     if not isinstance(x, torch.Tensor):
         expected = "a torch.Tensor or None" if is_optional else "a torch.Tensor"
         raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
-    if type(x) not in _TENSOR_TYPES:
+    # While a graph is made, tensors stand for others, at which `fwd` looks when it runs.
+    if type(x) not in _TENSOR_TYPES and not torch.compiler.is_compiling():
         raise TypeError(
             f"{name}: expected a plain torch.Tensor or Parameter, got the subclass {type(x).__name__}; "
             "pass the tensor that it holds"

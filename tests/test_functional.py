@@ -243,6 +243,10 @@ def test_rows_that_the_kernels_cannot_address_are_copied(device):
         ({"initial_state": torch.zeros(3)}, r"^initial_state: expected four dimensions"),
         ({"cu_seqlens": torch.tensor(20)}, r"^cu_seqlens: expected shape \[N \+ 1\]"),
         (
+            {"cu_seqlens_cpu": cu_seqlens_of([8, 12])},
+            r"^cu_seqlens_cpu: expected None without cu_seqlens",
+        ),
+        (
             {"cu_seqlens": cu_seqlens_of([20]), "cu_seqlens_cpu": cu_seqlens_of([])},
             r"^cu_seqlens_cpu: expected the shape",
         ),
@@ -265,6 +269,22 @@ def test_not_a_tensor(name, value, states):
     x |= dict.fromkeys(("output_final_state", "return_intermediate_states"), states)
     with pytest.raises(TypeError, match=rf"^{name}: expected a torch\.Tensor.*, got {type(value).__name__}"):
         flash_kda.chunk_kda(**x | {name: value})
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"])
+def test_tensors_that_are_not_dense(name):
+    """The message is `fwd`'s, whatever has to be done with the tensor before."""
+    x = make_inputs("random", 1, 20, 2, "cpu", state_dtype=torch.float32) | RAW
+
+    class Subclass(torch.Tensor):
+        pass
+
+    with pytest.raises(TypeError, match=f"^{name}: expected a plain torch.Tensor or Parameter, got .* Subclass"):
+        flash_kda.chunk_kda(**x | {name: x[name].as_subclass(Subclass)})
+    with pytest.raises(TypeError, match=rf"^{name}: expected a strided \(dense\) tensor, got layout torch\.sparse_coo"):
+        flash_kda.chunk_kda(**x | {name: x[name].to_sparse()})
+    with pytest.raises(ValueError, match=f"^{name}: expected a tensor with memory of its own"):
+        torch.func.vmap(lambda y: flash_kda.chunk_kda(**x | {name: y}))(x[name][None])
 
 
 @pytest.mark.parametrize("name", ["initial_state", "cu_seqlens", "cu_seqlens_cpu"])
@@ -342,6 +362,7 @@ class TestBackend:
             ({"g": torch.zeros(1, 4, 2, 128, dtype=torch.float16)}, "got g of torch.float16"),
             ({"v": torch.zeros(1, 4, 2, 64, dtype=torch.bfloat16)}, "K = 128 and V = 64"),
             ({"v": torch.zeros(1, 4, 3, 128, dtype=torch.bfloat16)}, "HV = 3 and H = 2"),
+            ({"cu_seqlens_cpu": torch.tensor([0, 4])}, "requires cu_seqlens with cu_seqlens_cpu"),
             ({"cp_context": object()}, "context parallelism"),
             ({"safe_gate": True, "lower_bound": None}, "requires lower_bound"),
             ({"A_log": None, "lower_bound": None}, "requires lower_bound"),

@@ -101,6 +101,8 @@ def why_not(*args, **kwargs) -> str | None:
         return f"flash_kda requires K = V = {HEAD_DIM}, got K = {q.shape[-1]} and V = {v.shape[-1]}"
     if not q.shape[2] or v.shape[2] % q.shape[2]:
         return f"flash_kda requires HV to be a multiple of H, got HV = {v.shape[2]} and H = {q.shape[2]}"
+    if x["cu_seqlens"] is None and x["cu_seqlens_cpu"] is not None:
+        return "flash_kda requires cu_seqlens with cu_seqlens_cpu"
     if x["cp_context"] is not None:
         return "flash_kda does not support context parallelism"
     for name in ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"):
