@@ -128,13 +128,19 @@ def find_cuda() -> Cuda:
     return Cuda(toolkit_of(nvcc), nvcc_version(nvcc))
 
 
+def ask_nvcc(nvcc: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """What this nvcc prints, whatever its exit status; BuildError where it cannot be run or does not end."""
+    try:
+        return subprocess.run([nvcc, *arguments], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(
+            f"{nvcc} {' '.join(arguments)} failed ({error}): set CUDA_HOME to a working CUDA toolkit"
+        ) from error
+
+
 def nvcc_version(nvcc: Path) -> tuple[int, int]:
     """The release that this nvcc says it is; BuildError where that is older than MIN_NVCC or cannot be read."""
-    try:
-        output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{nvcc} --version failed ({error}): set CUDA_HOME to a working CUDA toolkit") from error
-    release = re.search(r"release (\d+)\.(\d+)", output)
+    release = re.search(r"release (\d+)\.(\d+)", ask_nvcc(nvcc, "--version").stdout)
     if release is None:
         raise BuildError(f"{nvcc} --version names no release: set CUDA_HOME to a working CUDA toolkit")
     version = (int(release[1]), int(release[2]))
@@ -148,8 +154,7 @@ def nvcc_version(nvcc: Path) -> tuple[int, int]:
 
 def toolkit_of(nvcc: Path) -> Path:
     """The toolkit's folder. The nvcc on a path may be a script or a link that starts one elsewhere, so ask it first."""
-    dry_run = subprocess.run([nvcc, "--dryrun", "-c", "any.cu"], capture_output=True, text=True, timeout=60)
-    top = re.search(r"^#\$ TOP=(.+)$", dry_run.stderr, re.MULTILINE)
+    top = re.search(r"^#\$ TOP=(.+)$", ask_nvcc(nvcc, "--dryrun", "-c", "any.cu").stderr, re.MULTILINE)
     return Path(top[1].strip()).resolve() if top else nvcc.resolve().parent.parent
 
 
@@ -176,7 +181,9 @@ def find_cutlass(root: Path) -> Path:
         raise BuildError(f"{origin} holds no include/cutlass/version.h: set CUTLASS_PATH to a checkout of CUTLASS")
     text = header.read_text()
     numbers = [re.search(rf"^#define CUTLASS_{part}\s+(\d+)", text, re.MULTILINE) for part in ("MAJOR", "MINOR")]
-    version = tuple(int(number[1]) for number in numbers if number)
+    if None in numbers:
+        raise BuildError(f"{header} names no version: set CUTLASS_PATH to a checkout of CUTLASS")
+    version = tuple(int(number[1]) for number in numbers)
     if version < MIN_CUTLASS:
         raise BuildError(
             f"{origin} is CUTLASS {version_text(version)}, older than {version_text(MIN_CUTLASS)}: set CUTLASS_PATH to "
@@ -188,7 +195,7 @@ def find_cutlass(root: Path) -> Path:
 def max_jobs() -> int:
     """How many compilers may run at once: MAX_JOBS, which ninja gets too, or the number of cores."""
     value = os.environ.get("MAX_JOBS", "")
-    return max(1, int(value)) if value.isdigit() else os.cpu_count() or 1
+    return max(1, int(value)) if value.isdecimal() else os.cpu_count() or 1
 
 
 def version_text(version: tuple[int, ...]) -> str:

@@ -6,6 +6,7 @@
 #
 # The Python whose packages count: FLASH_KDA_PYTHON, else the active virtual environment's, else .venv's, else python3.
 set -euo pipefail
+unset CDPATH  # by which cd may go elsewhere, and prints where
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [ -n "${FLASH_KDA_PYTHON:-}" ]; then
     python=$FLASH_KDA_PYTHON

@@ -24,6 +24,7 @@ from rich.table import Table
 
 import flash_kda
 from benchmarks.cases import CASES, Case
+from benchmarks.files import check_writable
 from benchmarks.run import ERROR_LIMIT, checked_part, errors_of
 from benchmarks.timing import copy_bandwidth, gpu_times
 
@@ -157,6 +158,8 @@ def main():
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no GPU that PyTorch can use")
+    if options.json is not None:
+        check_writable(parser, options.json)
     bandwidth = copy_bandwidth()
     result = {
         "device": torch.cuda.get_device_name(),

@@ -30,6 +30,14 @@ def shown_peers(rows):
     return [peer for peer in dict.fromkeys(row["peer"] for row in rows) if is_ours(peer) or peer in timed]
 
 
+def check_writable(parser, path):
+    """An error of the parser's, before anything is measured, where a file cannot be written; its content stays."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        parser.error(f"--json: cannot write {path}: {error.strerror}")
+
+
 def read(path):
     """The results in a file; ValueError, naming the file, where it cannot be read or holds something else."""
     try:
@@ -40,9 +48,19 @@ def read(path):
         raise ValueError(f"{path}: expected JSON of benchmarks.run, got {error}") from None
     if not isinstance(result, dict) or not isinstance(result.get("rows"), list) or "device" not in result:
         raise ValueError(f"{path}: expected JSON of benchmarks.run, an object with device and rows")
+    for name, kinds in (("device", str), ("csrc", str | None)):
+        if not isinstance(result.get(name), kinds):
+            raise ValueError(f"{path}: {name}: expected a string, got {result[name]!r}")
+    keys = set()
     for number, row in enumerate(result["rows"]):
         if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("case", "gate", "peer")):
             raise ValueError(f"{path}: row {number}: expected an object with case, gate and peer")
+        key = row["case"], row["gate"], row["peer"]
+        if key in keys:
+            raise ValueError(
+                f"{path}: row {number}: expected one row of each case, gate and peer, got another of {key}"
+            )
+        keys.add(key)
         if "error" in row:
             continue
         for name in ("gpu_us", "gpu_us_sustained") if is_rested(row) else ("gpu_us",):

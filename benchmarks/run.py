@@ -33,7 +33,7 @@ from source_digest import tree_digest
 
 import flash_kda
 from benchmarks.cases import CASES, ERROR_CASE, QUICK
-from benchmarks.files import is_ours
+from benchmarks.files import check_writable, is_ours
 from benchmarks.peers import PEERS
 from benchmarks.timing import copy_bandwidth, extra_memory, gpu_times, host_time, wall_time
 from flash_kda.recurrence import recurrence
@@ -245,10 +245,7 @@ def parse(arguments=None):
     if not torch.cuda.is_available():
         parser.error("no GPU that PyTorch can use")
     if options.json is not None:
-        try:
-            options.json.open("w").close()
-        except OSError as error:
-            parser.error(f"--json: cannot write {options.json}: {error.strerror}")
+        check_writable(parser, options.json)
     return options
 
 

@@ -22,7 +22,7 @@ import torch
 from flash_kda import __version__, fwd
 from flash_kda.interface import extension, schedule
 from flash_kda.recurrence import recurrence
-from flash_kda.validation import HEAD_DIM
+from flash_kda.validation import HEAD_DIM, HEADS_MAX
 
 LOWER_BOUND = -5.0
 MODEL_DIM = 512
@@ -58,8 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = _parse(argv)
         if options.version:
-            print(version())
-            return 0
+            return _show(lambda: print(version()))
         device = _device(options.device)
     except UsageError as error:
         return _fail(error, 2)
@@ -74,13 +73,26 @@ def main(argv: list[str] | None = None) -> int:
             _write(options.json, json.dumps(report, indent=2) + "\n")
         except OSError as error:
             return _fail(f"--json {options.json}: cannot be written: {error.strerror}", 1)
-    _print(report)
-    return 0 if all(check["ok"] for check in report["checks"]) else 1
+    unseen = _show(lambda: _print(report))
+    return unseen or (0 if all(check["ok"] for check in report["checks"]) else 1)
 
 
 def _fail(message, status):
     print(f"flash_kda: error: {message}", file=sys.stderr)
     return status
+
+
+def _show(write):
+    """0, or 1 with a line where standard output takes no more."""
+    try:
+        write()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        # What is still buffered is written again at exit, and would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _fail(f"standard output: cannot be written: {error.strerror}", 1)
+    return 0
 
 
 def _write(path, text):
@@ -110,8 +122,8 @@ def _check_writable(path):
 
 def _parse(argv):
     def heads(value):
-        if not value.isdecimal() or int(value) < 1:
-            raise argparse.ArgumentTypeError(f"expected an integer of 1 or more, got {value!r}")
+        if not value.isdecimal() or not 1 <= int(value) <= HEADS_MAX:
+            raise argparse.ArgumentTypeError(f"expected an integer in [1, {HEADS_MAX}], got {value!r}")
         return int(value)
 
     def seed(value):
@@ -138,9 +150,11 @@ def _parse(argv):
             schedule()
         except ValueError as error:
             raise UsageError(error) from None
-        options.text = _paragraphs(options.text)
+        text, options.text = options.text, _paragraphs(options.text)
         if options.json:
             try:
+                if text not in (None, "-") and options.json.exists() and options.json.samefile(text):
+                    raise UsageError(f"--json {options.json}: is the text, which the report would replace")
                 _check_writable(options.json)
             except OSError as error:
                 raise UsageError(f"--json {options.json}: cannot be written: {error.strerror}") from None
@@ -163,6 +177,8 @@ def _paragraphs(path):
         if path is None:
             data = (resources.files("flash_kda") / "data" / "sample.txt").read_bytes()
         elif path == "-":
+            if sys.stdin is None:
+                raise UsageError(f"--text {name}: cannot be read: it is closed")
             data = sys.stdin.buffer.read()
         else:
             data = Path(path).read_bytes()

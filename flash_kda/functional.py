@@ -3,7 +3,7 @@
 import torch
 
 from flash_kda.interface import checkpoint_offsets, fwd
-from flash_kda.validation import ALIGNMENT, HEAD_DIM, check_dtype
+from flash_kda.validation import ALIGNMENT, HEAD_DIM, check_dtype, check_tensor
 
 STATE_INTERVAL = 64  # tokens between the intermediate states, flash-linear-attention's chunk
 CHUNK_SIZES = (32, 64)  # what flash-linear-attention takes
@@ -83,15 +83,15 @@ def chunk_kda(
     if use_gate_in_kernel and A_log is None and lower_bound is None:
         raise ValueError("A_log: expected a tensor with use_gate_in_kernel=True and lower_bound=None, got None")
     if return_intermediate_states and chunk_size != STATE_INTERVAL:
-        raise ValueError(f"chunk_size: expected {STATE_INTERVAL} with return_intermediate_states, got {chunk_size}")
+        raise ValueError(f"chunk_size: expected {STATE_INTERVAL} with return_intermediate_states, got {chunk_size!r}")
     if chunk_size not in CHUNK_SIZES:
-        raise ValueError(f"chunk_size: expected one of {', '.join(map(str, CHUNK_SIZES))}, got {chunk_size}")
+        raise ValueError(f"chunk_size: expected one of {', '.join(map(str, CHUNK_SIZES))}, got {chunk_size!r}")
     # What has to hold before `fwd` can look at it.
     for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
-        _check_tensor(name, x, "a torch.Tensor")
+        check_tensor(name, x, is_optional=False)
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("initial_state", initial_state)):
         if x is not None:
-            _check_tensor(name, x)
+            check_tensor(name, x, is_optional=True)
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
         if x is not None and not x.is_floating_point():
             raise TypeError(f"{name}: expected a floating-point dtype, got {x.dtype}")
@@ -105,10 +105,12 @@ def chunk_kda(
         check_dtype("initial_state", initial_state, torch.bfloat16, torch.float32)
     for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
         if x is not None:
-            _check_tensor(name, x)
+            check_tensor(name, x, is_optional=True)
             check_dtype(name, x, torch.int64, torch.int32)
             if x.dim() != 1 or not x.shape[0]:
                 raise ValueError(f"{name}: expected shape [N + 1] with N >= 0, got {list(x.shape)}")
+    if cu_seqlens is None and cu_seqlens_cpu is not None:
+        raise ValueError("cu_seqlens_cpu: expected None without cu_seqlens, which says where sequences begin")
     if cu_seqlens is not None and cu_seqlens_cpu is not None and cu_seqlens.shape != cu_seqlens_cpu.shape:
         raise ValueError(
             f"cu_seqlens_cpu: expected the shape of cu_seqlens, {list(cu_seqlens.shape)}, "
@@ -168,17 +170,16 @@ def chunk_kda(
     return out, final_state, h.unflatten(0, (B, -(-T // STATE_INTERVAL))) if cu_seqlens is None else h[None]
 
 
-def _check_tensor(name, x, expected="a torch.Tensor or None"):
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
-
-
 def _served(x):
     """x itself where `fwd` takes its strides, else a contiguous copy."""
     unit = ALIGNMENT // x.element_size()
-    steps = (stride for stride, size in zip(x.stride(), x.shape[:3], strict=False) if size > 1)
-    # A traced tensor has no address yet: `fwd` looks at it when the graph runs.
-    aligned = torch.compiler.is_compiling() or x.data_ptr() % ALIGNMENT == 0
+    steps = (stride for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1)
+    # A traced tensor has no address yet: `fwd` looks at it when the graph runs. Nor has one that torch.func has put in
+    # the place of another, which is `fwd`'s to refuse.
+    try:
+        aligned = torch.compiler.is_compiling() or x.data_ptr() % ALIGNMENT == 0
+    except RuntimeError:
+        return x
     if aligned and x.stride(-1) == 1 and all(stride % unit == 0 for stride in steps):
         return x
     return x.contiguous()

@@ -6,6 +6,7 @@ import os
 import re
 
 import torch
+from torch.autograd.graph import increment_version
 
 from flash_kda.validation import (
     CHECKPOINTS_AT,
@@ -16,6 +17,7 @@ from flash_kda.validation import (
     checkpoint_count,
     in_common_form,
     is_plain,
+    may_hold_tangents,
     validate,
 )
 
@@ -188,8 +190,8 @@ def fwd(
 
     Raises (before anything is written; the message names the argument, what was expected and what came):
         TypeError: an argument of a wrong type or dtype.
-        ValueError: a wrong shape, device, stride, value or overlap; a tensor that requires grad while grad mode is on
-            (there is no backward pass); an unknown FLASH_KDA_SCHEDULE.
+        ValueError: a wrong shape, device, stride, value or overlap; a tensor that requires grad while grad mode is on,
+            or is a dual tensor with a tangent (there are no derivatives); an unknown FLASH_KDA_SCHEDULE.
         RuntimeError: CUDA tensors without kernels for their device in this installation, a schedule that their device
             does not run, or a failed launch.
     """
@@ -220,7 +222,9 @@ def options_of(
         and checkpoints is None
         and interval is None
         and offsets is None
+        and type(at) is str
         and at == "end"
+        and type(gate) is str
         and gate == "raw"
         and use_qk_l2norm is True
         and use_beta_sigmoid is True
@@ -234,7 +238,9 @@ def options_of(
 
 def run(arguments: tuple, options: Options) -> None:
     """`fwd` for its positional arguments, in order, and its options."""
-    if _launch(*(arguments if options is PLAIN else arguments + options)):
+    # Tangents are not seen from C++.
+    if not may_hold_tangents() and _launch(*(arguments if options is PLAIN else arguments + options)):
+        _count_as_written(arguments, options)
         return
     numbers = ()
     if options is PLAIN:
@@ -269,6 +275,17 @@ def run(arguments: tuple, options: Options) -> None:
         call(*numbers, device, _raw_stream(device), chosen, workspace.data_ptr(), size)
     else:
         call(*numbers, device, _raw_stream(device), chosen, 0, 0)
+    _count_as_written(arguments, options)
+
+
+def _count_as_written(arguments, options):
+    """Tells autograd what the kernels wrote: it then refuses a backward pass that needs what was there before."""
+    out, final_state, checkpoints = arguments[6], arguments[11], options.checkpoints
+    increment_version(out)
+    if final_state is not None:
+        increment_version(final_state)
+    if checkpoints is not None:
+        increment_version(checkpoints)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,6 +3,7 @@
 import torch
 
 from flash_kda.interface import options_of, run
+from flash_kda.validation import check_gradients
 
 
 @torch.library.custom_op("flash_kda::fwd", mutates_args=("out", "final_state", "checkpoints"))
@@ -44,6 +45,23 @@ def fwd(
     )
     arguments = (q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state, final_state, cu_seqlens)
     run(arguments, options)
+
+
+_operator = torch.ops.flash_kda.fwd.default
+_NAMES = tuple(argument.name for argument in _operator._schema.arguments)
+_library = torch.library.Library("flash_kda", "FRAGMENT")
+
+
+# Without it autograd would run the operator with grad mode off, where every tensor is welcome, and the gradients would
+# be missing without a word: none flows through what an operator writes in place.
+def _without_gradients(keyset, *arguments):
+    check_gradients({name: x for name, x in zip(_NAMES, arguments, strict=True) if isinstance(x, torch.Tensor)})
+    with torch._C._AutoDispatchBelowAutograd():
+        _operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+
+for _key in ("AutogradCPU", "AutogradCUDA"):
+    _library.impl("fwd", _without_gradients, _key, with_keyset=True)
 
 
 @fwd.register_fake

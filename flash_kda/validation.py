@@ -9,6 +9,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 HEAD_DIM = 128
 LOWER_BOUND_MIN = -5.0
@@ -92,6 +93,7 @@ def in_common_form(
         and type(lower_bound) in _NUMBER_TYPES
         and -FLOAT32_MAX <= scale <= FLOAT32_MAX
         and LOWER_BOUND_MIN <= lower_bound < 0
+        and not may_hold_tangents()
     ):
         return ()
     if grad and (
@@ -242,7 +244,7 @@ def validate(
     optional |= {name: getattr(options, name) for name in ("state_indices", "checkpoints", "checkpoint_offsets")}
     tensors = required | {name: x for name, x in optional.items() if x is not None}
     for name, x in tensors.items():
-        _check_tensor(name, x, name in optional)
+        check_tensor(name, x, name in optional)
     scale = _number("scale", scale)
     lower_bound = None if lower_bound is None else _number("lower_bound", lower_bound)
     _check_switches(options)
@@ -274,8 +276,7 @@ def validate(
     _check_shapes(tensors, options)
 
     for name, x in tensors.items():
-        if x.numel() and not x.data_ptr():
-            raise ValueError(f"{name}: expected a tensor with memory, got one whose storage was freed (resized to 0)")
+        address_of(name, x)
         if x.is_neg():
             raise ValueError(
                 f"{name}: expected plain values, got a lazily negated view (is_neg() is true); pass its resolve_neg()"
@@ -303,17 +304,45 @@ def validate(
         raise ValueError(f"scale: expected a finite fp32 number, got {scale}")
     if lower_bound is not None and not LOWER_BOUND_MIN <= lower_bound < 0:
         raise ValueError(f"lower_bound: expected a number in [{LOWER_BOUND_MIN:g}, 0), got {lower_bound}")
-    if torch.is_grad_enabled():
-        for name, x in tensors.items():
-            if x.requires_grad:
-                raise ValueError(
-                    f"{name}: expected a tensor that needs no gradient, got requires_grad=True; fwd computes the "
-                    "forward pass only: call it under torch.inference_mode() or torch.no_grad(), or detach the tensor"
-                )
+    check_gradients(tensors)
     if options.gate == "log":
         for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
             if x is not None:
                 raise ValueError(f'{name}: expected None with gate="log", where g holds the decays themselves')
+
+
+def may_hold_tangents() -> bool:
+    """Whether tensors may be dual ones, of forward-mode differentiation: within `forward_ad.dual_level()`."""
+    return forward_ad._current_level >= 0
+
+
+def check_gradients(tensors: dict[str, torch.Tensor]) -> None:
+    """ValueError for a tensor that a derivative is to be taken with respect to: there would be none, silently."""
+    for name, x in tensors.items():
+        if x.requires_grad and torch.is_grad_enabled():
+            got = "requires_grad=True"
+        elif may_hold_tangents() and forward_ad.unpack_dual(x).tangent is not None:
+            got = "a dual tensor with a tangent"
+        else:
+            continue
+        raise ValueError(
+            f"{name}: expected a tensor that needs no gradient, got {got}; fwd computes the forward pass only: call it "
+            "under torch.inference_mode() or torch.no_grad(), or detach the tensor"
+        )
+
+
+def address_of(name, x) -> int:
+    """The address of x, 0 if it has no elements; ValueError where no memory of its own stands behind it."""
+    try:
+        address = x.data_ptr()
+    except RuntimeError:
+        address = None
+    if address is None or (x.numel() and not address):
+        raise ValueError(
+            f"{name}: expected a tensor with memory of its own, got one whose storage was freed (resized to 0), or one "
+            "that torch.func (vmap, grad, jvp, functionalize) has put in the place of another"
+        )
+    return address
 
 
 def _check_switches(options):
@@ -322,7 +351,7 @@ def _check_switches(options):
     for name in ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"):
         value = getattr(options, name)
         if not isinstance(value, bool):
-            raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+            raise TypeError(f"{name}: expected a bool, got {type_name(value)}")
     if options.allow_neg_eigval and not options.use_beta_sigmoid_in_kernel:
         raise ValueError(
             "allow_neg_eigval: expected False with use_beta_sigmoid_in_kernel=False, where beta is already activated"
@@ -336,10 +365,16 @@ def _check_switches(options):
     check_interval("checkpoint_interval", interval, "an int with checkpoints")
 
 
+def type_name(value) -> str:
+    """The name of a value's type, with its module where that is another's: NumPy's bool is not Python's."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
 def check_interval(name, interval, expected="an int"):
     """TypeError or ValueError unless checkpoints can lie `interval` tokens apart."""
     if isinstance(interval, bool) or not isinstance(interval, int):
-        raise TypeError(f"{name}: expected {expected}, got {type(interval).__name__}")
+        raise TypeError(f"{name}: expected {expected}, got {type_name(interval)}")
     if interval <= 0 or interval % CHECKPOINT_UNIT or interval > TOKENS_MAX:
         raise ValueError(f"{name}: expected a positive multiple of {CHECKPOINT_UNIT} tokens, got {interval}")
 
@@ -347,7 +382,7 @@ def check_interval(name, interval, expected="an int"):
 def check_choice(name, value, known):
     """TypeError or ValueError unless value is one of the known strings."""
     if not isinstance(value, str):
-        raise TypeError(f"{name}: expected a str, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a str, got {type_name(value)}")
     if value not in known:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, known))}, got {value!r}")
 
@@ -438,11 +473,13 @@ def is_plain(q, v, g, beta, A_log, dt_bias, lower_bound, initial_state, final_st
     )
 
 
-def _check_tensor(name, x, is_optional):
+def check_tensor(name, x, is_optional):
+    """TypeError unless x is a plain dense tensor."""
     if not isinstance(x, torch.Tensor):
         expected = "a torch.Tensor or None" if is_optional else "a torch.Tensor"
         raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
-    if type(x) not in _TENSOR_TYPES:
+    # While a graph is made, tensors stand for others, at which `fwd` looks when it runs.
+    if type(x) not in _TENSOR_TYPES and not torch.compiler.is_compiling():
         raise TypeError(
             f"{name}: expected a plain torch.Tensor or Parameter, got the subclass {type(x).__name__}; "
             "pass the tensor that it holds"
@@ -454,7 +491,7 @@ def _check_tensor(name, x, is_optional):
 
 def _number(name, value):
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a float, got {type_name(value)}")
     try:
         return float(value)
     except OverflowError:

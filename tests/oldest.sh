@@ -8,6 +8,7 @@
 # (default: 90a) are built, too. The host code is also read with the headers of CUDA 12.9, the oldest toolkit, and every
 # kernel compiled with its NVRTC.
 set -euo pipefail
+unset CDPATH  # by which cd may go elsewhere, and prints where
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 folder=$(realpath -m "${1:-$ROOT/build/oldest}")
 python3=${FLASH_KDA_PYTHON:-python3}
@@ -33,7 +34,7 @@ cd "$folder/project"
 
 export PYTHONPATH=$folder/project
 tests=(tests/test_cpu.py tests/test_validation.py tests/test_recurrence.py tests/test_cli.py tests/test_build.py)
-tests+=(tests/test_fuzz.py tests/test_hardening.py)
+tests+=(tests/test_fuzz.py tests/test_hardening.py tests/test_operator.py)
 if "$PYTHON" build_config.py "${FLASH_KDA_CUDA_ARCHS:=90a}"; then
     FLASH_KDA_CUDA_ARCHS=$FLASH_KDA_CUDA_ARCHS "$PYTHON" setup.py -q build_ext --inplace >"$folder/build.log" 2>&1 ||
         { tail -n 40 "$folder/build.log"; exit 1; }

@@ -11,6 +11,7 @@
 # environment with PyTorch, else .venv in the repository, which is made if need be and sees a system-wide PyTorch if
 # there is one. Only what is missing is installed; an installed package, PyTorch above all, is never replaced.
 
+unset CDPATH  # by which cd may go elsewhere, and prints where
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # What a machine without a GPU gets: pinned, because an unpinned PyTorch may bring gigabytes of CUDA libraries.
 CPU_TORCH="torch==2.13.0"

@@ -83,6 +83,9 @@ class TestFiles:
         [
             (lambda result: result.pop("rows"), "an object with device and rows"),
             (lambda result: result.pop("device"), "an object with device and rows"),
+            (lambda result: result.update(device=None), "device: expected a string, got None"),
+            (lambda result: result.update(csrc=7), "csrc: expected a string, got 7"),
+            (lambda result: result["rows"].append(result["rows"][0]), "row 8: expected one row of each .* got another"),
             (lambda result: result["rows"][1].pop("peer"), "row 1: expected an object with case, gate and peer"),
             (lambda result: result["rows"].insert(0, "row"), "row 0: expected an object"),
             (lambda result: result["rows"][2].pop("gpu_us"), "row 2: expected error, or gpu_us .* got None"),

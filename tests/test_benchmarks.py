@@ -491,6 +491,18 @@ class TestCommandLine:
         with pytest.raises(SystemExit):
             run.parse(["--json", str(tmp_path / "none" / "file.json")])
         assert "--json: cannot write" in capsys.readouterr().err
+        monkeypatch.setattr(sys, "argv", ["features", "--json", str(tmp_path)])
+        monkeypatch.setattr(features, "copy_bandwidth", lambda: pytest.fail("measured all the same"))
+        with pytest.raises(SystemExit):
+            features.main()
+        assert "--json: cannot write" in capsys.readouterr().err
+
+    def test_results_stay_until_there_are_others(self, monkeypatch, tmp_path):
+        path = tmp_path / "file.json"
+        path.write_text("older results")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        run.parse(["--json", str(path)])
+        assert path.read_text() == "older results"
 
     def test_selection(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

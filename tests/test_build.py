@@ -148,6 +148,12 @@ class TestCuda:
         with pytest.raises(BuildError, match="names no release: set CUDA_HOME"):
             build_config.find_cuda()
 
+    def test_an_nvcc_that_cannot_be_run(self, monkeypatch, tmp_path):
+        program(tmp_path / "bin" / "nvcc", "release 13.0").write_bytes(b"\x7fELF")
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+        with pytest.raises(BuildError, match="nvcc .* failed .*: set CUDA_HOME to a working CUDA toolkit"):
+            build_config.find_cuda()
+
     def test_home_without_nvcc(self, monkeypatch, tmp_path):
         monkeypatch.setenv("CUDA_HOME", str(tmp_path))
         with pytest.raises(BuildError, match=f"CUDA_HOME={tmp_path} holds no bin/nvcc: .*FLASH_KDA_CUDA_ARCHS=none"):
@@ -188,6 +194,13 @@ class TestCutlass:
         with pytest.raises(BuildError, match=f"CUTLASS_PATH={tmp_path} holds no include/cutlass/version.h"):
             build_config.find_cutlass(tmp_path)
 
+    def test_header_without_a_version(self, monkeypatch, tmp_path):
+        header = cutlass(tmp_path, 4, 2) / "include" / "cutlass" / "version.h"
+        header.write_text("#define CUTLASS_MAJOR 4\n")
+        monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
+        with pytest.raises(BuildError, match=f"^{header} names no version: set CUTLASS_PATH"):
+            build_config.find_cutlass(tmp_path)
+
     @pytest.mark.parametrize(("major", "minor"), [(3, 9), (4, 1)])
     def test_too_old(self, monkeypatch, tmp_path, major, minor):
         monkeypatch.setenv("CUTLASS_PATH", str(cutlass(tmp_path / "old", major, minor)))
@@ -195,7 +208,9 @@ class TestCutlass:
             build_config.find_cutlass(tmp_path)
 
 
-@pytest.mark.parametrize(("value", "jobs"), [("3", 3), ("0", 1), ("", os.cpu_count()), ("many", os.cpu_count())])
+@pytest.mark.parametrize(
+    ("value", "jobs"), [("3", 3), ("0", 1), ("", os.cpu_count()), ("many", os.cpu_count()), ("²", os.cpu_count())]
+)
 def test_max_jobs(monkeypatch, value, jobs):
     monkeypatch.setenv("MAX_JOBS", value)
     assert build_config.max_jobs() == jobs

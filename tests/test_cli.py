@@ -77,6 +77,22 @@ def test_missing_text(tmp_path):
     assert_refused(run("--text", tmp_path), "Is a directory")
 
 
+def test_closed_standard_input():
+    command = [sys.executable, "-m", "flash_kda", "--text", "-", "--device", "cpu"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True, text=True)
+    assert_refused((done.returncode, done.stdout, done.stderr), "standard input", "closed")
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("--device", "cpu", "--heads", "1", "--text")])
+def test_full_standard_output(text, arguments):
+    arguments = [*arguments, str(text)] if arguments[-1] == "--text" else arguments
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "flash_kda", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "flash_kda: error: standard output: cannot be written: No space left on device\n"
+
+
 @pytest.mark.parametrize("name", ["tpu", "cuda:x", "cuda:-1", "", "cuda:4096"])
 def test_unknown_device(name):
     assert_refused(run("--device", name), "--device", name)
@@ -84,7 +100,10 @@ def test_unknown_device(name):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--heads", "0"), ("--heads", "-1"), ("--heads", "two"), ("--seed", "x"), ("--seed", 2**63), ("--nonsense",)],
+    [
+        *(("--heads", "0"), ("--heads", "-1"), ("--heads", "two"), ("--heads", 2**24), ("--heads", 10**20)),
+        *(("--seed", "x"), ("--seed", 2**63), ("--nonsense",)),
+    ],
 )
 def test_unusable_options(arguments):
     assert_refused(run(*arguments), arguments[0])
@@ -121,6 +140,15 @@ def test_json_is_refused_before_the_computation(main, tmp_path, monkeypatch, cap
     for path in (tmp_path / "none" / "report.json", tmp_path, tmp_path / ("name" * 100)):
         assert_refused((main("--json", path), *capsys.readouterr()), str(path), "cannot be written")
     assert not any(tmp_path.iterdir())
+
+
+def test_json_does_not_replace_the_text(main, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "prefill", failing(AssertionError("computed all the same")))
+    before, link = text.read_text(), tmp_path / "link"
+    link.symlink_to(text)
+    for path in (text, link):
+        assert_refused((main("--json", path), *capsys.readouterr()), str(path), "is the text")
+    assert text.read_text() == before
 
 
 @pytest.mark.parametrize(

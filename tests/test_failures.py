@@ -261,3 +261,19 @@ def test_cpu_memory_that_lasts_for_some_sequences(gate):
         assert len(failed) > 3 and failed[-1] < 58, failed
     """
     python(code, gate)
+
+
+@pytest.mark.parametrize("general", [False, True])
+def test_overwriting_what_autograd_has_saved(device, general):
+    """A backward pass that needs the outputs of an earlier call fails, and does not take a later call's for them."""
+    x = make_inputs("long", 1, 40, 2, device, 0, torch.float32)
+    x |= {"out": torch.empty_like(x["v"]), "final_state": torch.empty_like(x["initial_state"])}
+    if general:
+        x |= {"checkpoints": torch.empty_like(x["final_state"]), "checkpoint_interval": 64, "checkpoint_at": "start"}
+    for name in ("out", "final_state", "checkpoints")[: 2 + general]:
+        flash_kda.fwd(**x)
+        weight = torch.ones_like(x[name], requires_grad=True)
+        result = (x[name] * weight).sum()
+        flash_kda.fwd(**x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.backward()

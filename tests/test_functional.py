@@ -232,6 +232,7 @@ def test_rows_that_the_kernels_cannot_address_are_copied(device):
         ({"A_log": None, "lower_bound": None}, r"^A_log: expected a tensor"),
         ({"return_intermediate_states": True, "chunk_size": 32}, r"^chunk_size: expected 64"),
         ({"chunk_size": 128}, r"^chunk_size: expected one of 32, 64, got 128"),
+        ({"chunk_size": "64"}, r"^chunk_size: expected one of 32, 64, got '64'"),
         ({"dt_bias": torch.zeros(HEAD_DIM, 2)}, r"^dt_bias: expected shape .*, got \[128, 2\]"),
         ({"dt_bias": torch.zeros(HEAD_DIM)}, r"^dt_bias: expected shape"),
         ({"A_log": torch.zeros(3)}, r"^A_log: expected shape"),
@@ -241,6 +242,10 @@ def test_rows_that_the_kernels_cannot_address_are_copied(device):
         ({"q": torch.zeros(3)}, r"^q: expected four dimensions"),
         ({"initial_state": torch.zeros(3)}, r"^initial_state: expected four dimensions"),
         ({"cu_seqlens": torch.tensor(20)}, r"^cu_seqlens: expected shape \[N \+ 1\]"),
+        (
+            {"cu_seqlens_cpu": cu_seqlens_of([8, 12])},
+            r"^cu_seqlens_cpu: expected None without cu_seqlens",
+        ),
         (
             {"cu_seqlens": cu_seqlens_of([20]), "cu_seqlens_cpu": cu_seqlens_of([])},
             r"^cu_seqlens_cpu: expected the shape",
@@ -264,6 +269,22 @@ def test_not_a_tensor(name, value, states):
     x |= dict.fromkeys(("output_final_state", "return_intermediate_states"), states)
     with pytest.raises(TypeError, match=rf"^{name}: expected a torch\.Tensor.*, got {type(value).__name__}"):
         flash_kda.chunk_kda(**x | {name: value})
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"])
+def test_tensors_that_are_not_dense(name):
+    """The message is `fwd`'s, whatever has to be done with the tensor before."""
+    x = make_inputs("random", 1, 20, 2, "cpu", state_dtype=torch.float32) | RAW
+
+    class Subclass(torch.Tensor):
+        pass
+
+    with pytest.raises(TypeError, match=f"^{name}: expected a plain torch.Tensor or Parameter, got .* Subclass"):
+        flash_kda.chunk_kda(**x | {name: x[name].as_subclass(Subclass)})
+    with pytest.raises(TypeError, match=rf"^{name}: expected a strided \(dense\) tensor, got layout torch\.sparse_coo"):
+        flash_kda.chunk_kda(**x | {name: x[name].to_sparse()})
+    with pytest.raises(ValueError, match=f"^{name}: expected a tensor with memory of its own"):
+        torch.func.vmap(lambda y: flash_kda.chunk_kda(**x | {name: y}))(x[name][None])
 
 
 @pytest.mark.parametrize("name", ["initial_state", "cu_seqlens", "cu_seqlens_cpu"])
@@ -341,6 +362,7 @@ class TestBackend:
             ({"g": torch.zeros(1, 4, 2, 128, dtype=torch.float16)}, "got g of torch.float16"),
             ({"v": torch.zeros(1, 4, 2, 64, dtype=torch.bfloat16)}, "K = 128 and V = 64"),
             ({"v": torch.zeros(1, 4, 3, 128, dtype=torch.bfloat16)}, "HV = 3 and H = 2"),
+            ({"cu_seqlens_cpu": torch.tensor([0, 4])}, "requires cu_seqlens with cu_seqlens_cpu"),
             ({"cp_context": object()}, "context parallelism"),
             ({"safe_gate": True, "lower_bound": None}, "requires lower_bound"),
             ({"A_log": None, "lower_bound": None}, "requires lower_bound"),
@@ -351,13 +373,18 @@ class TestBackend:
             ({"q": torch.zeros(4, 2, 128, dtype=torch.bfloat16)}, r"four dimensions, got q of shape \[4, 2, 128\]"),
             ({"q": torch.zeros(1, 4, 0, 128, dtype=torch.bfloat16)}, "HV = 2 and H = 0"),
             ({"state_v_first": True, "transpose_state_layout": False}, "state_v_first and transpose_state_layout"),
+            ({"use_qk_l2norm_in_kernel": 1}, "requires a bool, got use_qk_l2norm_in_kernel of int"),
+            ({"scale": torch.tensor(0.1)}, "requires a float, got scale of torch.Tensor"),
+            ({"lower_bound": torch.tensor(-1.0)}, "requires a float, got lower_bound of torch.Tensor"),
             ({"something_new": 1}, "does not know these arguments.*something_new"),
         ],
     )
     def test_reasons(self, changes, reason, monkeypatch):
         """What it declines, on tensors that say they are a GPU's; the kernels are taken to be there."""
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-        monkeypatch.setattr(integration, "extension", lambda: None)
+        kernels = types.SimpleNamespace(build_info=lambda: {"archs": ["90a", "120a"]})
+        monkeypatch.setattr(integration, "extension", lambda: kernels)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
         call = make_inputs("random", 1, 4, 2, "cpu") | RAW
         with torch.no_grad():
             assert integration.why_not(**call) is None
@@ -375,6 +402,10 @@ class TestBackend:
                 {"v": torch.zeros(1, 4, 4, 128, dtype=torch.bfloat16)},
             ):
                 assert integration.why_not(**call | accepted) is None
+            for capability in ((8, 0), (10, 0), (12, 1)):
+                monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+                reason = integration.why_not(**call)
+                assert "built for 90a, 120a, and " in reason and reason.endswith(".".join(map(str, capability)))
         with torch.enable_grad():
             assert "gradients are enabled" in integration.why_not(**call)
 

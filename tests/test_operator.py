@@ -74,8 +74,7 @@ def test_compiled_function(device, make, backend):
     """With fullgraph=True: one graph, the eager results, and nothing else changed."""
 
     def layer(x, gate_shift):
-        x = x | {"g": x["g"] + gate_shift}
-        flash_kda.fwd(**x)
+        flash_kda.fwd(**{**x, "g": x["g"] + gate_shift})
         return x["out"] * 2
 
     torch._dynamo.reset()
@@ -112,7 +111,7 @@ def test_compiled_for_any_number_of_tokens(device):
 def test_compiled_with_the_state_in_place(device, backend):
     def step(x, state):
         out = torch.empty_like(x["v"])
-        flash_kda.fwd(**x | {"initial_state": state}, out=out, final_state=state)
+        flash_kda.fwd(**{**x, "initial_state": state}, out=out, final_state=state)
         return out
 
     torch._dynamo.reset()
@@ -153,6 +152,48 @@ def test_a_rejected_call_in_compiled_code(device):
     with pytest.raises(ValueError, match=r"lower_bound: expected a number in \[-5, 0\), got -6"):
         compiled(**x | {"lower_bound": -6.0})
     assert not bool(x["out"].any()) and not bool(x["final_state"].any())
+
+
+@pytest.mark.parametrize("name", ["q", "A_log", "beta", "out", "checkpoints"])
+def test_the_operator_refuses_gradients(device, name):
+    """As `flash_kda.fwd` does: they would be missing, silently. With grad mode off they are not asked for."""
+    x = general(device)
+    written = [x[output].clone() for output in OUTPUTS]
+    arguments = operator_arguments(x | {name: x[name].clone().requires_grad_()})
+    with pytest.raises(ValueError, match=rf"^{name}: expected a tensor that needs no gradient, got requires_grad=True"):
+        torch.ops.flash_kda.fwd(*arguments)
+    for output, before in zip(OUTPUTS, written, strict=True):
+        assert_same_bits(x[output], before, output)
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            torch.ops.flash_kda.fwd(*arguments)
+    flash_kda.fwd(**x)
+    for output, argument in zip(OUTPUTS, (arguments[6], arguments[11], arguments[14]), strict=True):
+        assert_same_bits(argument, x[output], output)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_gradients_in_compiled_code(device, backend):
+    """Refused where they would be missing; what is detached, or runs with grad mode off, is not."""
+
+    def layer(q, x, detach):
+        out = torch.empty_like(q)
+        flash_kda.fwd(q.detach() if detach else q, **x, out=out)
+        return out * q  # which has a gradient of its own
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    x = {name: value for name, value in plain(device).items() if name not in OUTPUTS}
+    q = x.pop("q").requires_grad_()
+    # Whatever the compiler makes of an exception while it traces.
+    with pytest.raises(Exception, match="q: expected a tensor that needs no gradient"):
+        compiled(q, x, False)
+    result, expected = compiled(q, x, True), layer(q, x, True)
+    assert_same_bits(result.detach(), expected.detach(), "result")
+    gradients = [torch.autograd.grad(y.float().sum(), q)[0] for y in (result, expected)]
+    assert_same_bits(*gradients, "gradient")
+    with torch.no_grad():
+        assert_same_bits(compiled(q, x, False), expected.detach(), "result without gradients")
 
 
 @pytest.mark.gpu

@@ -113,6 +113,12 @@ def test_set_up_ends_with_one_line_and_status_2(project, tmp_path, environment, 
     assert len(result.stderr.splitlines()) == 1 and message in result.stderr
 
 
+def test_under_a_cdpath(project):
+    """With it `cd` prints where it goes, and may go elsewhere."""
+    result = run(Path(project.name, "run.sh"), "--version", cwd=project.parent, CDPATH=".")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_a_python_without_torch_is_refused(project, tmp_path):
     """FLASH_KDA_PYTHON names an environment to be used as it is: nothing is installed into one that lacks PyTorch."""
     python = tmp_path / "python"
@@ -126,7 +132,7 @@ def test_a_python_without_torch_is_refused(project, tmp_path):
 def test_setup_clangd_writes_one_file(project):
     pytest.importorskip("cutlass_library", reason="setup_clangd.sh needs CUTLASS")
     before = {path for path in project.rglob("*") if "__pycache__" not in path.parts}
-    result = run(project / "setup_clangd.sh", cwd=project.parent)
+    result = run(Path(project.name, "setup_clangd.sh"), cwd=project.parent, CDPATH=".")
     if result.returncode != 0 and "nvcc" in result.stderr:
         pytest.skip(f"no CUDA toolkit: {result.stderr.strip()}")
     assert result.returncode == 0, result.stderr

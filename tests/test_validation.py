@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from inputs import cu_seqlens_of, make_inputs
 
 import flash_kda
+from flash_kda import interface
 from flash_kda.interface import SCHEDULES, numbers_of
 from flash_kda.validation import PLAIN, _Footprint, _may_overlap, _overlaps_itself, in_common_form, validate
 
@@ -338,7 +339,18 @@ def test_final_state_may_be_initial_state(call):
     [(name, x) for x in ("1", True, 1j, torch.tensor(-1.0)) for name in ("scale", "lower_bound")] + [("scale", None)],
 )
 def test_number_type(call, name, value):
-    rejects(call, TypeError, rf"^{name}: expected a float, got {type(value).__name__}", **{name: value})
+    rejects(call, TypeError, rf"^{name}: expected a float, got .*\b{type(value).__name__}$", **{name: value})
+
+
+def test_types_of_numpy_are_named_so(call):
+    """NumPy's bool has the name of Python's, an array of strings is compared string by string."""
+    np = pytest.importorskip("numpy")
+    for name in ("use_qk_l2norm_in_kernel", "allow_neg_eigval"):
+        rejects(call, TypeError, rf"^{name}: expected a bool, got numpy\.bool", **{name: np.True_})
+    for name, value in (("gate", "raw"), ("checkpoint_at", "end")):
+        for array in (np.array([value]), np.array([value, "other"])):
+            rejects(call, TypeError, rf"^{name}: expected a str, got numpy\.ndarray", **{name: array})
+    rejects(call, TypeError, r"^scale: expected a float, got numpy\.float32", scale=np.float32(1))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39, 10**400])
@@ -359,6 +371,64 @@ def test_requires_grad(call, name):
         flash_kda.fwd(**call | {name: with_grad})
     with torch.inference_mode():
         flash_kda.fwd(**call | {name: torch.nn.Parameter(call[name])})
+
+
+@pytest.mark.parametrize("name", [name for name in TENSORS if name != "cu_seqlens"])
+def test_forward_mode(call, name):
+    """The tangent would be lost, silently. No C++ sees it: such a call must not get there."""
+    with torch.autograd.forward_ad.dual_level():
+        flash_kda.fwd(**call)
+        for output in ("out", "final_state"):
+            call[output].fill_(7.0)
+        dual = torch.autograd.forward_ad.make_dual(call[name].clone(), torch.ones_like(call[name]))
+        arguments = [(call | {name: dual})[argument] for argument in ORDER]
+        assert not in_common_form(*arguments)
+        with pytest.raises(ValueError, match=f"^{name}: expected a tensor that needs no gradient, got a dual tensor"):
+            flash_kda.fwd(**call | {name: dual})
+    assert torch.all(call["out"] == 7.0) and torch.all(call["final_state"] == 7.0)
+
+
+def test_kernels_get_no_tangents(call, monkeypatch):
+    monkeypatch.setattr(interface, "_launch", lambda *arguments: pytest.fail("launched"))
+    with torch.autograd.forward_ad.dual_level():
+        flash_kda.fwd(**call)
+
+
+@pytest.mark.parametrize("make", [lambda call: call, lambda call: options(call)])
+def test_kernels_outputs_count_as_written(call, make, monkeypatch):
+    """By their versions autograd tells that what it saved has been overwritten."""
+    monkeypatch.setattr(interface, "_launch", lambda *arguments: True)
+    call = make(call)
+    versions = {name: x._version for name, x in call.items() if isinstance(x, torch.Tensor)}
+    flash_kda.fwd(**call)
+    changed = {name for name, version in versions.items() if call[name]._version != version}
+    assert changed == {"out", "final_state", "checkpoints"} & set(call)
+    with torch.inference_mode():  # whose tensors have no version
+        flash_kda.fwd(**call | {"out": call["out"].clone()})
+
+
+@pytest.mark.parametrize("name", ["q", "beta", "A_log", "initial_state"])
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "functionalize"])
+@pytest.mark.parametrize("tokens", [T, 0])
+def test_within_torch_func(call, transform, name, tokens):
+    """What stands in a tensor's place there has no memory."""
+    if not tokens:
+        call |= {x: call[x][:, :0] for x in (*TOKEN_TENSORS, "beta")} | {"cu_seqlens": torch.tensor([0, 0, 0, 0])}
+
+    def layer(x):
+        with pytest.raises(ValueError, match=rf"^{name}: expected a tensor with memory of its own, .* torch\.func"):
+            flash_kda.fwd(**call | {name: x})
+        return x.float().sum()
+
+    x = call[name]
+    if transform == "functionalize" and not x.numel():
+        return  # there its address is 0, and so is that of every tensor without elements
+    arguments = {"vmap": (x[None],), "jvp": ((x,), (torch.ones_like(x),))}.get(transform, (x,))
+    if transform == "jvp":
+        torch.func.jvp(layer, *arguments)
+    else:
+        getattr(torch.func, transform)(layer)(*arguments)
+    assert torch.all(call["out"] == 7.0) and torch.all(call["final_state"] == 7.0)
 
 
 def test_schedule(call, monkeypatch):

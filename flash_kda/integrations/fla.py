@@ -11,7 +11,7 @@ import torch
 
 from flash_kda.functional import CHUNK_SIZES, STATE_INTERVAL, chunk_kda
 from flash_kda.interface import extension
-from flash_kda.validation import HEAD_DIM, LOWER_BOUND_MIN
+from flash_kda.validation import HEAD_DIM, LOWER_BOUND_MIN, type_name
 
 
 def register() -> None:
@@ -101,8 +101,16 @@ def why_not(*args, **kwargs) -> str | None:
         return f"flash_kda requires K = V = {HEAD_DIM}, got K = {q.shape[-1]} and V = {v.shape[-1]}"
     if not q.shape[2] or v.shape[2] % q.shape[2]:
         return f"flash_kda requires HV to be a multiple of H, got HV = {v.shape[2]} and H = {q.shape[2]}"
+    if x["cu_seqlens"] is None and x["cu_seqlens_cpu"] is not None:
+        return "flash_kda requires cu_seqlens with cu_seqlens_cpu"
     if x["cp_context"] is not None:
         return "flash_kda does not support context parallelism"
+    for name in ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"):
+        if not isinstance(x[name], bool):
+            return f"flash_kda requires a bool, got {name} of {type_name(x[name])}"
+    for name in ("scale", "lower_bound"):
+        if x[name] is not None and (isinstance(x[name], bool) or not isinstance(x[name], int | float)):
+            return f"flash_kda requires a float, got {name} of {type_name(x[name])}"
     if x["use_gate_in_kernel"]:
         bound_of_gate = x["lower_bound"]
         if bound_of_gate is None and (x["safe_gate"] or x["A_log"] is None):
@@ -118,7 +126,10 @@ def why_not(*args, **kwargs) -> str | None:
             f"flash_kda returns intermediate states every {STATE_INTERVAL} tokens, got chunk_size = {x['chunk_size']}"
         )
     try:
-        extension()
+        archs = extension().build_info()["archs"]
     except RuntimeError as error:
         return str(error)
+    major, minor = torch.cuda.get_device_capability(q.device)
+    if f"{major}{minor}a" not in archs:
+        return f"flash_kda was built for {', '.join(archs)}, and {q.device} has compute capability {major}.{minor}"
     return None
