@@ -55,7 +55,7 @@ def read(path):
     for number, row in enumerate(result["rows"]):
         if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("case", "gate", "peer")):
             raise ValueError(f"{path}: row {number}: expected an object with case, gate and peer")
-        key = row["case"], row["gate"], row["peer"]
+        key = _key(row)
         if key in keys:
             raise ValueError(
                 f"{path}: row {number}: expected one row of each case, gate and peer, got another of {key}"
@@ -105,7 +105,11 @@ def definitions(rows):
 
 def by_key(result):
     """{(case, gate, peer): row}"""
-    return {(row["case"], row["gate"], row["peer"]): row for row in result["rows"]}
+    return {_key(row): row for row in result["rows"]}
+
+
+def _key(row):
+    return row["case"], row["gate"], row["peer"]
 
 
 def sources(result):
