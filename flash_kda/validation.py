@@ -276,7 +276,7 @@ def validate(
     _check_shapes(tensors, options)
 
     for name, x in tensors.items():
-        address_of(name, x)
+        _check_memory(name, x)
         if x.is_neg():
             raise ValueError(
                 f"{name}: expected plain values, got a lazily negated view (is_neg() is true); pass its resolve_neg()"
@@ -331,18 +331,17 @@ def check_gradients(tensors: dict[str, torch.Tensor]) -> None:
         )
 
 
-def address_of(name, x) -> int:
-    """The address of x, 0 if it has no elements; ValueError where no memory of its own stands behind it."""
+def _check_memory(name, x):
+    """ValueError where no memory of its own stands behind x, which has some unless it has no elements."""
     try:
-        address = x.data_ptr()
+        has_memory = bool(x.data_ptr()) or not x.numel()
     except RuntimeError:
-        address = None
-    if address is None or (x.numel() and not address):
+        has_memory = False
+    if not has_memory:
         raise ValueError(
             f"{name}: expected a tensor with memory of its own, got one whose storage was freed (resized to 0), or one "
             "that torch.func (vmap, grad, jvp, functionalize) has put in the place of another"
         )
-    return address
 
 
 def _check_switches(options):
@@ -489,8 +488,13 @@ def check_tensor(name, x, is_optional):
         raise TypeError(f"{name}: expected a strided (dense) tensor, got {got}")
 
 
+def is_number(value) -> bool:
+    """Whether `fwd` takes it for scale or lower_bound: an int or a float, and True is no number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _number(name, value):
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value):
         raise TypeError(f"{name}: expected a float, got {type_name(value)}")
     try:
         return float(value)

@@ -11,7 +11,7 @@ import torch
 
 from flash_kda.functional import CHUNK_SIZES, STATE_INTERVAL, chunk_kda
 from flash_kda.interface import extension
-from flash_kda.validation import HEAD_DIM, LOWER_BOUND_MIN, type_name
+from flash_kda.validation import HEAD_DIM, LOWER_BOUND_MIN, is_number, type_name
 
 
 def register() -> None:
@@ -109,7 +109,7 @@ def why_not(*args, **kwargs) -> str | None:
         if not isinstance(x[name], bool):
             return f"flash_kda requires a bool, got {name} of {type_name(x[name])}"
     for name in ("scale", "lower_bound"):
-        if x[name] is not None and (isinstance(x[name], bool) or not isinstance(x[name], int | float)):
+        if x[name] is not None and not is_number(x[name]):
             return f"flash_kda requires a float, got {name} of {type_name(x[name])}"
     if x["use_gate_in_kernel"]:
         bound_of_gate = x["lower_bound"]
